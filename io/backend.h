@@ -1,6 +1,6 @@
 #pragma once
-// The seam between io and the kernel. A Backend carries single operations to the kernel and brings back raw results;
-// the Engine handles short transfers, retries and errors, once for every backend.
+// The interface between io and the kernel. A Backend carries single operations to the kernel and brings back raw
+// results. The Engine handles short transfers, retries and errors for every backend.
 #include <cerrno>
 #include <chrono>
 #include <cstddef>
@@ -31,22 +31,22 @@ struct KernelResult {
   std::int64_t value = 0;  // bytes moved, or -errno
 };
 
-// One thread makes every call, wake() excepted. Each operation taken by push() yields exactly one result.
+// One thread makes every call but wake(). Each operation taken by push() gives exactly one result.
 class Backend {
  public:
   virtual ~Backend() = default;  // requires that every result was reaped
 
   virtual EngineKind kind() const = 0;
 
-  // Once, before the first push. Where registration itself is refused the files still work, and registered_files() is
-  // false.
+  // Once, before the first push. If the kernel refuses the registration, the files still work, and registered_files()
+  // is false.
   virtual Error register_files(std::span<const int> descriptors) = 0;
   virtual bool registered_files() const { return false; }
 
-  // Replaces the registered regions. An error means none is registered; unregistered memory works all the same.
+  // Replaces the registered regions. After an error none is registered; unregistered memory works too.
   virtual Error register_memory(std::span<const std::span<std::byte>> regions) = 0;
 
-  // False where there is no room: reap first. Nothing need reach the kernel before the next reap().
+  // False if there is no room: reap first. An operation may reach the kernel as late as in the next reap().
   virtual bool push(const KernelOp& op) = 0;
 
   // Hands what was pushed to the kernel, waits until there is a result, a wake() or the timeout (0 does not wait,

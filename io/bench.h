@@ -1,6 +1,6 @@
 #pragma once
-// How fast folders are through a Volume: sequential writes, reads, and both at once. What `tierflow bench storage`
-// prints, and what decides the stripes of a volume over unequal drives.
+// Measures how fast folders are through a Volume: sequential writes, reads, and both at once. `tierflow bench storage`
+// prints the results, and a volume over unequal drives chooses its stripes by them.
 #include <functional>
 #include <string>
 #include <vector>
@@ -22,9 +22,10 @@ struct BenchOptions {
   std::vector<double> speeds;  // as in VolumeOptions
   bool keep = false;           // reuse the file of an earlier run, and leave it behind
 
-  // Asked before each request: true ends with an error of kind cancelled, the files removed. Any thread.
+  // Called before each request, on any thread. true: the files are removed, and bench_storage() returns an error of
+  // kind cancelled.
   std::function<bool()> stop;
-  std::function<void(const std::string& phase)> progress;  // what is about to be measured
+  std::function<void(const std::string& phase)> progress;  // hears what is about to be measured
 };
 
 struct BenchResult {
@@ -34,13 +35,13 @@ struct BenchResult {
   std::uint64_t bytes = 0;
   std::size_t block = 0;
   unsigned depth = 0;
-  std::vector<double> speeds;                                // by which the stripes were dealt; empty: equally
+  std::vector<double> speeds;                                // proportion of the stripes; empty: equal
   double write_gb_s = 0, read_gb_s = 0, mixed_gb_s = 0;      // 10^9 bytes a second; 0 where not measured
   double write_cores_per_gb_s = 0, read_cores_per_gb_s = 0;  // processor time of the whole process
   Latency write_latency, read_latency;                       // of the slowest drive, all passes together
   std::vector<std::string> warnings;
 
-  double speed() const;      // 2/(1/w + 1/r) of writing and reading, GB/s; if only one was measured, that one
+  double speed() const;      // 2/(1/w + 1/r) of writing and reading, GB/s; if only one was measured, its speed
   std::string json() const;  // one line, one object
 };
 
@@ -48,9 +49,10 @@ struct BenchResult {
 // outcome.
 Result<BenchResult> bench_storage(const BenchOptions& options);
 
-// Measures every engine that works here if options.engine is automatic, else that one. With several folders, each is
-// measured alone, then all together, striped by what each alone reached unless options.speeds says otherwise. `report`
-// gets each result as soon as it is there. The first error ends it; an engine that this machine lacks is no error.
+// Measures the engine that options.engine names; if it is automatic, every engine that works on this machine. With
+// several folders, each is measured alone, then all together, striped by the speeds of each alone unless options.speeds
+// has others. `report` gets each result as soon as it is measured. The first error ends the measurement; an engine that
+// this machine lacks is no error.
 Error bench_engines(const BenchOptions& options, const std::function<void(const BenchResult&)>& report);
 
 // BenchResult::speed() of each folder, in bytes a second, for VolumeOptions::speeds.

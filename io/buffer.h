@@ -58,8 +58,8 @@ Buffer allocate_buffer(std::size_t bytes);
 // a drive reads several times as fast as from small ones. Empty where the system refuses.
 std::vector<Buffer> allocate_buffers(std::size_t count, std::size_t bytes);
 
-// A Buffer over a part of `slab`. The slab lives until the last of these is gone, wherever it went: a drive that never
-// answers keeps the Buffer of its request, and with it the memory.
+// A Buffer over a part of `slab`. The slab lives until the last such Buffer is destroyed. A drive that never answers
+// keeps the Buffer of its request, and with it the memory.
 Buffer part_of(std::shared_ptr<const Buffer> slab, std::span<std::byte> part);
 
 }  // namespace tierflow::io

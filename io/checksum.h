@@ -1,6 +1,6 @@
 #pragma once
-// Checksums that include what the bytes are. They are taken where data is produced and verified where it is used. So it
-// is noticed when bytes changed on the way, lie in the wrong place, or belong to another run or generation.
+// Checksums that cover the identity of an extent too. They are taken where data is produced and verified where it is
+// used. So they show when bytes changed on the way, lie in the wrong place, or belong to another run or generation.
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -14,7 +14,7 @@ std::uint64_t content_hash(std::span<const std::byte> bytes);
 // generation or length. Any thread.
 std::uint64_t extent_checksum(std::uint64_t run_id, std::uint64_t extent_id, std::uint64_t generation,
                               std::span<const std::byte> bytes);
-// The same of `length` bytes with that content_hash().
+// The same for `length` bytes whose content_hash() is `content`.
 std::uint64_t extent_checksum(std::uint64_t run_id, std::uint64_t extent_id, std::uint64_t generation,
                               std::uint64_t length, std::uint64_t content);
 

@@ -1,5 +1,5 @@
 #pragma once
-// A file descriptor that closes itself, and blocking transfers that move everything or say why not.
+// A file descriptor that closes itself, and blocking transfers that move everything or return why not.
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -8,7 +8,7 @@
 
 namespace tierflow::io {
 
-// Owns a descriptor. A negative one is none.
+// Owns a descriptor; a negative number means that it owns none.
 class Descriptor {
  public:
   Descriptor() = default;
@@ -31,9 +31,9 @@ struct Moved {
   int error_number = 0;  // of the call that failed; 0 with fewer bytes than asked for: the file ended
 };
 
-// Signals do not end a transfer, and a short one goes on.
+// A signal does not end a transfer, and a short transfer is continued.
 Moved read_all(int fd, std::uint64_t offset, std::span<std::byte> out);
-// offset: none writes where the descriptor stands. A call that writes nothing counts as ENOSPC.
+// Without `offset` it writes at the descriptor's own position. A system call that writes nothing counts as ENOSPC.
 Moved write_all(int fd, std::optional<std::uint64_t> offset, std::span<const std::byte> bytes);
 
 }  // namespace tierflow::io

@@ -1,5 +1,5 @@
 #pragma once
-// What is left of volumes that cannot be opened, or that miss files: finding out what it is, and removing it.
+// For the remains of volumes that cannot be opened or that lack files: finds out what they are, and removes them.
 #include <array>
 #include <cstdint>
 #include <filesystem>
@@ -9,14 +9,14 @@
 
 namespace tierflow::io {
 
-// Removes the data files that an earlier Volume left in the folders, whole or not; those that are missing do not
-// matter. Where another process holds one (kind locked), nothing is removed; with read_only, those who read it do not
-// matter.
+// Removes the data files that an earlier Volume left in the folders, whole or not; it is no error if some are missing.
+// If another process holds one (kind locked), nothing is removed; with read_only, processes that only read it do not
+// count.
 Error discard(const VolumeOptions& options);
 
-// Whether what lies in the folders is of a Volume::create() that never came to its end, so that nobody can have written
-// to it: a data file without any header. Files get their headers when all of them are there. An error of kind locked
-// where another process holds one.
+// Whether a Volume::create() was interrupted in these folders, so that nobody can have written to its files: there is a
+// data file without any header. (Files get their headers when all files exist.) An error of kind locked if another
+// process holds a file.
 Result<bool> creation_was_interrupted(const VolumeOptions& options);
 
 // A volume that a data file belongs to.
@@ -25,8 +25,8 @@ struct Membership {
   std::uint32_t count = 0;  // of its members
   bool operator==(const Membership&) const = default;
 };
-// Of the data file `options.name` in the folder; nothing where there is none or its header cannot be read. An error of
-// kind locked where another process holds it.
+// The volume of the data file `options.name` in the folder; nothing if there is no such file or its header cannot be
+// read. An error of kind locked if another process holds it.
 Result<std::optional<Membership>> membership(const VolumeOptions& options, const std::filesystem::path& folder);
 
 }  // namespace tierflow::io

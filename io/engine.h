@@ -1,6 +1,6 @@
 #pragma once
-// One contract over every way to reach the kernel: a Transfer that owns its memory goes in. It comes back in exactly
-// one Outcome, when every byte was moved or when it is certain that not all can be.
+// One contract for every way to reach the kernel. A Transfer that owns its memory goes in. It comes back in exactly one
+// Outcome, when every byte was moved or when it is certain that not every byte can be.
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -40,8 +40,8 @@ class Engine {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `alignment`: what offsets, lengths and addresses of the files must be multiples of; short transfers go on at such a
-  // place.
+  // `alignment`: offsets, lengths and addresses must be multiples of it; a short transfer is continued at a multiple of
+  // it.
   Engine(std::unique_ptr<Backend> backend, std::vector<EngineFile> files, unsigned depth, std::size_t alignment);
   ~Engine();  // waits for everything in flight, without limit
   Engine(const Engine&) = delete;
@@ -53,7 +53,7 @@ class Engine {
   Error start();  // registers the files; once, before the first submit
   Error register_memory(std::span<const std::span<std::byte>> regions) { return backend_->register_memory(regions); }
 
-  // False where `depth` transfers are in flight: wait, then try again. `transfer` is then untouched.
+  // False if `depth` transfers are in flight; `transfer` is then untouched. Wait, and try again.
   bool submit(Transfer& transfer);
 
   // Appends outcomes. Submissions are batched: they reach the kernel here at the latest. With timeout 0 it returns at
@@ -64,7 +64,7 @@ class Engine {
   void wake() { backend_->wake(); }
 
   unsigned in_flight() const { return in_flight_; }
-  // The transfer that has waited longest, and since when; null where nothing is in flight. Costs O(depth).
+  // The transfer that has waited longest, and since when; null if nothing is in flight. Costs O(depth).
   const Transfer* oldest(Clock::time_point& since) const;
   void for_each_in_flight(const std::function<void(const Transfer&)>& visit) const;
 

@@ -1,6 +1,5 @@
 #pragma once
-// The one error value of io and swap: what failed, where, with which errno. Crosses thread and folder boundaries by
-// value.
+// The error value of io and swap: what failed, where, and with which errno. It is passed by value, between threads too.
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -12,9 +11,9 @@ namespace tierflow::io {
 enum class ErrorKind : std::uint8_t {
   none = 0,
   internal = 1,     // a defect of ours: an exception that nobody expected
-  usage = 2,        // the caller asked for something that cannot be
-  input = 3,        // a file given to us is not what it claims to be
-  environment = 4,  // the machine lacks what was asked: space, permission, a file system with O_DIRECT
+  usage = 2,        // the caller asked for something impossible
+  input = 3,        // an input file is not what it claims to be
+  environment = 4,  // the machine lacks something: space, a permission, a file system with O_DIRECT
   io = 5,           // a read, write or flush failed
   corruption = 6,   // bytes came back that were not the bytes written
   numeric = 7,      // non-finite values where the run cannot go on
@@ -26,18 +25,18 @@ enum class ErrorKind : std::uint8_t {
 struct [[nodiscard]] Error {
   ErrorKind kind = ErrorKind::none;
   std::string operation;  // "read", "write", "open", "flush", ...
-  std::string path;       // the file or folder, empty where none is meant
+  std::string path;       // the file or folder; empty if there is none
   std::uint64_t offset = 0;
-  std::uint64_t length = 0;  // bytes asked for; 0 where the operation has no length
-  int error_number = 0;      // errno, 0 where the system was not asked
+  std::uint64_t length = 0;  // bytes asked for; 0 if the operation has no length
+  int error_number = 0;      // errno; 0 if no system call failed
   std::string detail;        // what to do about it, in one sentence
 
   explicit operator bool() const { return kind != ErrorKind::none; }
-  // One line: operation, path, offset and length where they apply, strerror, detail.
+  // One line: operation, path, offset and length if they apply, strerror, detail.
   std::string message() const;
 };
 
-// What the user can do about an errno of a read, write or flush; empty where the errno says enough.
+// What the user can do about an errno of a read, write or flush; empty if the errno says enough.
 std::string advice(int error_number);
 
 // A value or an Error. Reading the value of a failed Result is a programming error and terminates.

@@ -1,5 +1,5 @@
 #pragma once
-// A data file as io wants it: opened for direct I/O where the file system allows, private to its owner, locked, never a
+// A data file of a volume: opened for direct I/O if the file system allows it, private to its owner, locked, never a
 // link.
 #include <sys/types.h>
 
@@ -16,21 +16,21 @@
 namespace tierflow::io {
 
 struct FilePolicy {
-  bool allow_buffered = false;        // go on without O_DIRECT where it is refused
+  bool allow_buffered = false;        // open without O_DIRECT if it is refused
   bool allow_any_filesystem = false;  // accept file systems in RAM or on another machine
-  bool read_only = false;             // open() alone: for reading, beside others who read
+  bool read_only = false;             // only for open(): for reading, while others may read too
   bool beside_owner = false;          // with read_only: without a lock, also while another process writes
 };
 
-// Owns one descriptor and the lock on it. The lock belongs to the descriptor that does the I/O: the kernel holds it
-// until the last request of a killed process has left the drive, so the next owner cannot be overwritten by the dead. A
-// forked child has neither.
+// Owns one descriptor and the lock on it. The lock belongs to the descriptor that does the I/O. So the kernel holds it
+// until the last request of a killed process has ended, and that process cannot overwrite what the next owner writes. A
+// forked child has neither descriptor nor lock.
 class File {
  public:
-  // A new file, mode 0600 whatever the umask. EEXIST where the name is taken, by a link too; an error of kind
-  // locked where another process holds the file of that name.
+  // A new file, mode 0600 whatever the umask. EEXIST if the name is taken, even by a link; an error of kind locked if
+  // another process holds the file of that name.
   static Result<File> create(const std::filesystem::path& path, const FilePolicy& policy);
-  // An existing regular file of ours that nobody else may touch; anything else is refused.
+  // Opens an existing regular file that belongs to this user and that nobody else may access; anything else is refused.
   static Result<File> open(const std::filesystem::path& path, const FilePolicy& policy);
 
   File(File&&) noexcept = default;
@@ -42,11 +42,11 @@ class File {
   std::size_t alignment() const { return alignment_; }  // of offsets, lengths and addresses; a power of two
   const std::string& path() const { return path_; }
   dev_t device() const { return device_; }
-  // What the file system does not do for this file, one line each with the remedy.
+  // What the file system cannot do for this file: one line each, with the remedy.
   const std::vector<std::string>& warnings() const { return warnings_; }
 
-  // Reserves the space on the drive, so that no later write can meet a full disk. The value is false where the file
-  // system cannot reserve space; the file still has its size then.
+  // Reserves the space on the drive, so that no later write can find the drive full. The value is false if the file
+  // system cannot reserve space; the file then still has its size.
   Result<bool> preallocate(std::uint64_t bytes);
   Result<std::uint64_t> size() const;
 
@@ -55,7 +55,7 @@ class File {
   Error write(std::uint64_t offset, const std::byte* data, std::size_t length) const;
   Error sync() const;
 
-  // Whether the path still leads to this very file.
+  // An error if the path no longer leads to this file, or if its size has changed.
   Error check_in_place(std::uint64_t expected_bytes) const;
   void remove() const;
 
@@ -77,7 +77,7 @@ class File {
   std::vector<std::string> warnings_;
 };
 
-// While it lives, writing beyond RLIMIT_FSIZE in this thread is the error EFBIG and not a signal that ends the process.
+// While it lives, writing beyond RLIMIT_FSIZE in this thread gives the error EFBIG, not a signal that ends the process.
 class FileSizeSignalGuard {
  public:
   FileSizeSignalGuard();

@@ -1,6 +1,6 @@
 #pragma once
-// What is known of file systems: which of them cannot hold a data file, what others fail to do for it, and how to flush
-// a folder on any of them.
+// Facts about file systems: which of them cannot hold a data file, what others fail to do for it, and how to flush a
+// folder on any of them.
 #include <cstdint>
 #include <filesystem>
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace tierflow::io {
 
-// An error of kind environment where `directory` lies in RAM, on a network or behind a layer that hides the drive.
+// An error of kind environment if `directory` lies in RAM, on a network or behind a layer that hides the drive.
 Error check_filesystem(const std::filesystem::path& directory);
 // The same for a file system that statfs() calls `type`.
 Error check_filesystem_type(std::uint32_t type, const std::filesystem::path& directory);
@@ -18,7 +18,7 @@ Error check_filesystem_type(std::uint32_t type, const std::filesystem::path& dir
 std::string filesystem_remark(std::uint32_t type);
 bool copies_on_write(std::uint32_t type);  // unless a file says otherwise (FS_NOCOW_FL)
 
-// Makes a new or removed name in `directory` survive a power cut, where the file system can flush a folder at all.
+// Makes a new or removed name in `directory` survive a power cut, if the file system can flush a folder at all.
 Error sync_directory(const std::filesystem::path& directory);
 
 }  // namespace tierflow::io

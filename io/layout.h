@@ -1,6 +1,6 @@
 #pragma once
-// Where a byte of the volume lies: stripe units dealt out to the members in a fixed pattern, each as often as its
-// weight says.
+// Where a byte of the volume lies. Stripe units go to the members (files) in a fixed pattern, to each member as often
+// as its weight says.
 //   unit n of the volume = row n / W, place n % W of the pattern; W is the sum of the weights.
 #include <cstdint>
 #include <functional>
@@ -52,8 +52,8 @@ class Layout {
   std::vector<Place> pattern_;
 };
 
-// Small integers in about the proportion of `speeds`: all members then finish within 3% of each other, if that needs no
-// more than 16 units of the fastest.
+// Small integers in about the proportion of `speeds`. With them all members finish within 3% of each other, if 16 units
+// of the fastest member suffice for that.
 std::vector<std::uint32_t> weights_for(std::span<const double> speeds);
 
 }  // namespace tierflow::io

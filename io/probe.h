@@ -1,7 +1,7 @@
 #pragma once
-// Finds the best engine that really works on these files: each candidate must write, flush, read back and compare a
-// block before it is trusted, because a ring can often be set up where using it is forbidden. Of files that hold
-// something it reads alone: nothing is written to them before their owner has decided that they are to be gone on with.
+// Finds the best engine that really works on these files. Each candidate must write, flush, read back and compare a
+// block before it is trusted, because a ring can often be set up where using it is forbidden. From files that already
+// hold a volume the probe only reads: nothing is written to them before their owner has decided to resume from them.
 #include <functional>
 #include <memory>
 #include <string>
@@ -12,7 +12,7 @@
 namespace tierflow::io {
 
 struct ProbeOptions {
-  EngineKind wanted = EngineKind::automatic;  // anything else is taken or refused, without a step down
+  EngineKind wanted = EngineKind::automatic;  // another kind is used, or the probe fails: it tries no other one
   unsigned depth = 32;                        // over all files
   std::size_t alignment = 4096;
   bool direct = true;
@@ -28,7 +28,7 @@ struct Probed {
   std::vector<std::string> warnings;
 };
 
-// To be called on the thread that will drive the engine.
+// Call it on the thread that will drive the engine.
 Result<Probed> probe_engine(const std::vector<EngineFile>& files, const ProbeOptions& options);
 
 }  // namespace tierflow::io

@@ -38,8 +38,7 @@ using Callback = std::function<void(Completion&&)>;
 enum class EngineKind : std::uint8_t { automatic, io_uring, libaio, threads };
 const char* engine_name(EngineKind kind);
 
-// Something the user should hear of while the run goes on. Arrives on the volume's own thread; the receiver must not
-// block.
+// A message for the user while the run goes on. It arrives on the volume's own thread; the receiver must not block.
 struct Notice {
   enum class Kind : std::uint8_t {
     stalled,      // a request has waited longer than stall_warning; once for each stall
@@ -53,18 +52,19 @@ struct Notice {
 class Backend;  // io/backend.h
 
 struct VolumeOptions {
-  std::vector<std::filesystem::path> folders;  // created where missing; one data file "<name>.tfv" in each
+  std::vector<std::filesystem::path> folders;  // created if they do not exist; one data file "<name>.tfv" in each
   std::string name = "state";
-  std::uint64_t bytes = 0;  // size of the linear space; used by create() alone
+  std::uint64_t bytes = 0;  // size of the linear space; only create() uses it
   EngineKind engine = EngineKind::automatic;
   unsigned depth = 32;                       // requests in flight at the kernel, per drive
   std::size_t block = std::size_t{1} << 20;  // largest single kernel request, and the stripe unit over several folders
-  bool allow_buffered = false;               // go on through the page cache where O_DIRECT is refused
+  bool allow_buffered = false;               // use the page cache if O_DIRECT is refused
   bool allow_any_filesystem = false;         // accept tmpfs, NFS and the like, where the "drive" is RAM or remote
-  // open() alone: nothing is written, also on a file system that allows no writing. Others may read the files
-  // meanwhile.
+  // Only for open(): nothing is written, so a file system mounted read-only will do. Others may read the files at the
+  // same time.
   bool read_only = false;
-  // With read_only: also while another process has the files open for writing. What it writes may be read in part.
+  // With read_only: open the files even while another process has them open for writing. A read may then bring a part
+  // of what that process writes.
   bool beside_owner = false;
 
   // Relative speeds of the drives, in the order of `folders`: the stripes are dealt out in this proportion. Empty:
@@ -74,7 +74,7 @@ struct VolumeOptions {
   bool measure_speeds = false;
 
   std::chrono::milliseconds stall_warning{30'000};  // 0: none
-  // A request that the drive has not answered for so long fails the whole volume: see Completion. 0: wait for ever.
+  // If the drive does not answer a request within this time, the whole volume fails: see Completion. 0: wait for ever.
   std::chrono::milliseconds stall_limit{300'000};
   std::uint64_t write_limit = 0;  // bytes written by this Volume after which on_notice hears of it; 0: none
   std::function<void(const Notice&)> on_notice;
@@ -83,7 +83,7 @@ struct VolumeOptions {
   std::function<std::unique_ptr<Backend>(std::unique_ptr<Backend>)> wrap_backend;
 };
 
-// What was achieved, not what was asked for.
+// What is in use, which may be less than what VolumeOptions asked for.
 struct VolumeMode {
   EngineKind engine = EngineKind::threads;
   bool direct = false;              // O_DIRECT
@@ -107,11 +107,12 @@ struct DriveStats {
   std::uint64_t retries = 0;  // short transfers continued, and requests issued again
   unsigned in_flight = 0;     // requests at the kernel now
   unsigned peak_in_flight = 0;
-  double mean_in_flight = 0;         // while busy
+  double mean_in_flight = 0;         // over the time in which the drive was busy
   std::chrono::nanoseconds busy{0};  // with at least one read or write in flight
   Latency read_latency, write_latency, flush_latency;
 
-  // Another volume's on the same drive: sums, and of times and latencies the larger ones.
+  // Adds the statistics of another volume on the same drive. Counts are added up; of times and latencies the larger one
+  // is kept.
   void add(const DriveStats& other);
 };
 
@@ -126,9 +127,9 @@ class Volume {
 
   virtual ~Volume() = default;  // waits for everything in flight; callbacks still run
 
-  // Buffers inside one of these pieces then need not be pinned for each request. A piece above 1 GiB counts as several
-  // of 1 GiB, from its beginning. Call before the first submit; the memory must outlive the Volume. A refusal is no
-  // error: mode() says so.
+  // Registers memory with the kernel: buffers inside one of these pieces then need not be pinned for each request. A
+  // piece above 1 GiB is registered as several pieces of 1 GiB, from its beginning. Call before the first submit; the
+  // memory must outlive the Volume. If the kernel refuses, that is no error: mode() says so.
   virtual void register_memory(std::span<const std::span<std::byte>> pieces) = 0;
   void register_memory(std::span<std::byte> memory) { register_memory({&memory, 1}); }
 
@@ -140,13 +141,13 @@ class Volume {
   // where a data file was cut, replaced or removed.
   virtual Error flush() = 0;
 
-  // Removes the data files, and those folders that create() made and in which nothing else lies. Nothing of the Volume
-  // is on the drives once it is destroyed.
+  // Removes the data files, and those folders that create() made and that are then empty. When the Volume is destroyed,
+  // nothing of it is left on the drives.
   virtual void remove_files() = 0;
 
   virtual std::uint64_t size() const = 0;
   virtual std::size_t alignment() const = 0;
-  // Of the drives, relative: as VolumeOptions::speeds.
+  // Relative speeds of the drives, as VolumeOptions::speeds.
   virtual std::vector<double> speeds() const = 0;
   virtual VolumeMode mode() const = 0;
   virtual std::vector<DriveStats> stats() const = 0;

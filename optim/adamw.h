@@ -19,8 +19,8 @@ enum class MasterFormat : std::uint8_t {
   bf16_sr = 2,  // hi alone, updated with stochastic rounding
 };
 
-// One moment of n elements. block8: `values` holds one code a byte and `absmax` one float a kBlock elements (the last
-// may be partial); f32, bf16: `values` holds the numbers and absmax is null.
+// One moment of n elements. block8: `values` has one code (a byte) for each element, and `absmax` one float for each
+// block of kBlock elements (the last block may be partial). f32, bf16: `values` has the numbers, and absmax is null.
 struct Moment {
   MomentFormat format = MomentFormat::block8;
   void* values = nullptr;
@@ -58,11 +58,12 @@ struct AdamWParams {
   // v that 8 bits round to zero beside a larger m gives a huge step.
   float update_bound = 0.0F;
   // A block with a gradient that is not finite, or whose scaled magnitude reaches 2^60, is always left as it was. With
-  // this flag the whole call is: the gradients are looked through first.
+  // this flag the whole call then changes nothing: all gradients are checked first.
   bool skip_call_if_not_finite = false;
 };
 
-// What one block of a call saw; arrays of one entry a block, each may be null. Sums are in double and in a fixed order.
+// What a call reports about each block: arrays with one entry for each block, each of which may be null. Sums are in
+// double and in a fixed order.
 struct BlockReports {
   double* gradient_squares = nullptr;  // of the scaled gradients
   double* update_squares = nullptr;    // of the change of the master; 0 for a block left as it was
@@ -84,19 +85,20 @@ UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradie
 UpdateResult adamw_update(const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to,
                           std::size_t n, const BlockReports& reports = {});
 
-// As adamw_update() once for each of `updates`, in their order, with gradients that are all zero: the same bits. For
-// what missed updates in which its gradient was zero. The state is replayed in parts that stay in the processor's
-// cache, and a block whose moments are zero and that does not decay is left alone after the first update.
+// Replays missed updates whose gradients were zero. Gives the same bits as adamw_update() once for each of `updates`,
+// in their order, with gradients that are all zero. The state is replayed in parts that stay in the processor's cache.
+// A block whose moments are zero and that does not decay is updated only once, because later updates would not change
+// it.
 void adamw_catch_up(std::span<const AdamWParams> updates, const State& state, std::size_t n);
 
 // The same state from element `first` on, a multiple of kBlock.
 State state_from(const State& state, std::size_t first);
 
-// All-zero moments in `moment`'s format.
+// Sets n elements of `moment` to zero, in its format.
 void zero_moment(const Moment& moment, std::size_t n, bool is_signed);
 
-// sums has ceil(n / kNormSegment) entries. sums[i] = sum of squares, in double and in a fixed order, of elements
-// [i * kNormSegment, (i+1) * kNormSegment); returns false where any element is not finite.
+// sums has ceil(n / kNormSegment) entries. Sets sums[i] to the sum of squares, in double and in a fixed order, of
+// elements [i * kNormSegment, (i+1) * kNormSegment). Returns false if any element is not finite.
 bool gradient_norm_squared(const std::uint16_t* gradient, std::size_t n, double* sums);
 
 void split_master(const float* master, std::uint16_t* hi, std::uint16_t* lo, std::size_t n);
@@ -104,8 +106,8 @@ void join_master(const std::uint16_t* hi, const std::uint16_t* lo, float* master
 std::uint16_t bf16_from_float(float value);  // the hi rule, NaN kept NaN
 float float_from_bf16(std::uint16_t bits);
 
-// Moments to and from fp32: what the update stores and reads. `values` of block8 must be finite and, for v, not
-// negative.
+// Converts moments from and to fp32, as the update stores and reads them. For block8, `values` must be finite and, for
+// v, not negative.
 void encode_moment(const float* values, const Moment& moment, std::size_t n, bool is_signed);
 void decode_moment(const Moment& moment, float* values, std::size_t n, bool is_signed);
 

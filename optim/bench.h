@@ -25,7 +25,7 @@ struct BenchLine {
   int threads = 0;
 };
 
-// One line a kernel, through `report` as they come.
+// Calls `report` with one line for each kernel, as soon as it is measured.
 void bench_optimizer(const BenchOptions& options, const std::function<void(const BenchLine&)>& report);
 
 // {"name": ..., "mparam_s": ..., ...}

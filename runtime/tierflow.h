@@ -1,7 +1,12 @@
 #pragma once
-// Everything a LibTorch program needs: load() or Layers for the model, Dataset for what it learns from, Session for its
-// training, generate() for its text. For losses of pairs SessionOptions::loss and row_log_probabilities(), for a
-// teacher's tokens TeacherFile and add_teacher(), for projected gradients with_adapters() with AdapterInit::galore.
+// Everything a LibTorch program needs.
+//  - a model: load() reads one, Layers makes one of your own modules
+//  - data: Dataset, and micro_batch() for a part of it
+//  - training: Session; the update alone: AdamW8bit
+//  - text: generate(), Talk
+//  - preference losses: SessionOptions::loss, row_log_probabilities()
+//  - distillation: TeacherFile, add_teacher()
+//  - LoRA and GaLore: with_adapters(), for GaLore with AdapterInit::galore
 #include <torch/torch.h>
 
 #include "runtime/base/byte_sizes.h"

@@ -1,5 +1,5 @@
 #pragma once
-// Where everything lives and how many buffers there are: what budgets decide, and nothing that changes a result.
+// The arrangement: where everything lives and how many buffers there are. Budgets decide it, and it changes no result.
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -32,25 +32,24 @@ struct UpdateSlots {
 
 constexpr int kGradientSlots = 2;  // one is filled while the other is copied from
 
-// What one computation leaves for another: of the forward of a stage for its backward, one for each micro-batch. What
-// of it leaves the device moves in one piece: first the stage's input, then the activations. The piece is made once and
-// read once in a step. It may not change in between: whatever plan writes to it there is refused (check.h).
+// What the forward of a stage leaves for its backward: one item for each computation of the forward. What leaves the
+// device for an item moves in one piece: first the stage's input, then the activations. The piece is made once and read
+// once in a step. Nothing may write to it in between: the checker refuses such a plan (check.h).
 struct Item {
   Computation made_by, read_by;
   Activations activations = Activations::recompute;
   std::uint64_t input_bytes = 0;       // of the stage's input; 0: it stays on the device, or there is none
-  std::uint64_t activation_bytes = 0;  // of swapped activations; 0: none are
+  std::uint64_t activation_bytes = 0;  // of swapped activations; 0: none are swapped
   bool on_storage = false;             // the piece goes on from the host to storage
 
   bool operator==(const Item&) const = default;
-  // Of the piece; 0 where nothing leaves the device.
+  // Bytes of the piece; 0 if nothing leaves the device.
   std::uint64_t bytes() const { return round_up(input_bytes, kSector) + round_up(activation_bytes, kSector); }
 };
 
-// Where everything lives and how many buffers there are: what budgets decide. None of it changes a result.
 struct Arrangement {
   std::vector<bool> hi_resident, state_resident, gradient_resident;  // by chunk
-  std::vector<bool> gradient_low_resident;                           // by chunk; empty where no sums are kept
+  std::vector<bool> gradient_low_resident;                           // by chunk; empty if no sums are kept
   bool staged = true;  // gradients wait until the global norm is known: all updates are deferred
   // By chunk: its gradient waits on the host or on storage, and its update runs ahead of its unit's next forward
   // instead of in the backward. True for trainable chunks only.
@@ -59,16 +58,16 @@ struct Arrangement {
   int word_buffers = 0, state_buffers = 0;
   // Bytes of the device arena, in this order; the last two are those of units on demand.
   std::uint64_t weight_ring = 0, gradient_ring = 0, held_gradients = 0, needed_ring = 0, needed_gradients = 0;
-  // What the backward needs of the forward. The items of a stage follow one another, a micro-batch each.
+  // The items of a stage follow one another, in the order of its computations.
   std::vector<Item> items;
-  int slots = 0;  // of the device; every item whose bytes leave it passes through them
+  int slots = 0;  // of the device; what leaves it for an item passes through them
   std::uint64_t slot_bytes = 0;
   int activation_buffers = 0;  // of the host, each as large as a slot; what goes to storage passes through them
 
   std::vector<bool> on_device;  // by chunk: it is updated on the device
   UpdateSlots update_slots;     // behind what passes through `slots`
   // Bytes of each of the kGradientSlots at the end of the arena, in which gradients are rounded on their way to the
-  // host. 0: there are none, and they are rounded as they are copied.
+  // host. 0: there are no such slots, and gradients are rounded as they are copied.
   std::uint64_t gradient_slot = 0;
 
   bool operator==(const Arrangement&) const = default;
@@ -91,8 +90,9 @@ struct Arrangement {
   std::uint64_t buffer_bytes(const Layout& layout) const;
   std::uint64_t resident_bytes(const Layout& layout) const;
   std::uint64_t saved_on_host() const;
-  // How many items do this with their activations; of how many stages the input leaves the device.
+  // How many items do this with their activations.
   std::ptrdiff_t count(Activations activations) const;
+  // Of how many stages the input leaves the device.
   int inputs_that_leave() const;
   // By item, as ScratchOptions::activation_bytes.
   std::vector<std::uint64_t> stored_activations() const;

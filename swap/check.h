@@ -1,19 +1,20 @@
 #pragma once
-// Proves a sequence of Planner's plans (layer-major) before anything is allocated, only from what each task says that
-// it moves, not from anything that the planner knows:
+// Proves a sequence of Planner's plans (layer-major) before anything is allocated. It uses only what each task says
+// that it moves, and nothing that the planner knows:
 //  - every buffer, slot and resident extent that a task names exists, and every range lies in the device arena;
 //  - two tasks that touch the same bytes, one of them writing, are ordered by dependencies;
 //  - dependencies point backwards, so that lanes in plan order cannot deadlock;
 //  - played in order, every task finds the bytes it is for: the chunk it names, updated as often as steps have passed,
 //    the gradient of the step with every micro-batch in it;
-//  - every trainable chunk is updated once a step: deferred ones, which are measured once, ahead of the next forward;
-//    of the sparse ones those that the step uses. What one has missed by then it has caught up with, once, before
-//    anyone uses it;
-//  - every item is made once and read once a step, by those that the arrangement names. Who reads it finds what was
-//  made;
-//  - a commit covers every trainable chunk as the step before left it, and nothing of that is overwritten before it;
-//  - of a speculative step (planner.h): it commits what it begins with, then updates and measures every trainable chunk
-//    once. When it is undone, every chunk is again at home as it was when the step began.
+//  - every trainable chunk is updated once a step. A deferred chunk is measured once, and updated ahead of the next
+//    forward. A sparse chunk is updated only if the step uses it; before anyone uses it, it has caught up, once, with
+//    the updates that it missed;
+//  - every item is made once and read once a step, by the computations that the arrangement names. The reader finds
+//    what was made;
+//  - a commit covers every trainable chunk as the step before left it, and nothing of that is overwritten before the
+//    commit;
+//  - a speculative step (planner.h) commits the state with which it begins, then updates and measures every trainable
+//    chunk once. When it is undone, every chunk is again in its place as it was when the step began.
 #include "io/error.h"
 #include "swap/planner.h"
 #include "swap/update_rules.h"
@@ -26,22 +27,22 @@ class PlanChecker {
   PlanChecker(const Layout& layout, const Arrangement& arrangement);
   PlanChecker(const PlanChecker&) = delete;
 
-  // The next plan of the run, as Planner made it with the same arguments. What is returned names the task and what is
-  // wrong with it; it is a defect of the planner (kind corruption), never of the user.
+  // Each call takes the next plan of the run, as Planner made it with the same arguments. An error names the task and
+  // what is wrong with it. It is of kind corruption: a defect of the planner, never the user's fault.
   io::Error train_step(const Plan& plan, bool pending, bool commits = false, Updates updates = Updates::as_arranged,
                        StepRows rows = {});
   io::Error undo(const Plan& plan);
   io::Error flush(const Plan& plan, bool pending = true, StepRows rows = {});
   io::Error evaluate(const Plan& plan);
-  // train_step() of a plan that comes in parts: play() takes each, finish() what is left of it.
+  // The same as train_step() for a plan that comes in parts: play() takes each part, and finish() the rest.
   void begin_step(bool pending, bool commits, Updates updates = Updates::as_arranged, StepRows rows = {});
-  void begin_undo();  // the same of undo()
+  void begin_undo();  // the same for undo()
   void play(const Plan& part);
   io::Error finish(const Plan& rest);
 
  private:
-  // How often the plan updates each chunk: with the gradient that it deferred, with the step's own; and measures the
-  // gradient of one that it defers. How often it makes each item and reads it, and how often it commits.
+  // How often the plan updates each chunk with a deferred gradient, and with the step's own; how often it measures the
+  // gradient of a chunk that it defers; how often it makes and reads each item; and how often it commits.
   struct Expected {
     int deferred_updates = 0, updates = 0, measurements = 0, items = 0, commits = 0;
     bool speculates = false;  // no update is deferred

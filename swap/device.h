@@ -1,6 +1,6 @@
 #pragma once
-// The device tier: memory, streams and events. One implementation is linked for the CPU (real asynchronous streams: a
-// thread with a queue each) and one for CUDA or its stub; nothing else in swap knows which it drives.
+// The device tier: memory, streams and events. There is one implementation for the CPU (real asynchronous streams, each
+// a thread with a queue), and one for CUDA or a stub for it. Nothing else in swap knows which one it uses.
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -18,8 +18,8 @@ namespace tierflow::swap {
 // round: where gradients are rounded before they are copied to the host.
 enum class StreamId : std::uint8_t { upload = 0, download = 1, compute = 2, update = 3, round = 4 };
 
-// Where work that a client brings is done: the index of a CUDA device and its cudaStream_t. kHost: here and now, on
-// memory that the host can read.
+// Where the client's own work is done: the index of a CUDA device and its cudaStream_t. kHost: at once, on the calling
+// thread, in memory that the host can read.
 struct DeviceQueue {
   static constexpr int kHost = -1;
   int device = kHost;
@@ -38,7 +38,7 @@ class Event {
   std::shared_ptr<void> state_;
 };
 
-// How a gradient leaves a device: to the nearest, ties to even; NaN stays NaN.
+// How a gradient is rounded when it leaves a device: to the nearest bf16, ties to even; NaN stays NaN.
 inline std::uint16_t gradient_to_bf16(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
   if ((bits & 0x7fffffffU) > 0x7f800000U) return static_cast<std::uint16_t>((bits >> 16) | 0x40U);
@@ -50,35 +50,36 @@ class Device {
   virtual ~Device() = default;
   virtual std::string name() const = 0;
 
-  // One allocation, held to the end: the arena that slots are cut from.
+  // One allocation, which lives as long as the run: the arena that slots are cut from.
   virtual io::Result<io::Buffer> allocate(std::size_t bytes) = 0;
-  // Pins consecutive pieces of host memory, from the first one, so that copies are fast. Each piece is one registration
-  // of at most kRegistration bytes (pinning.h). A refusal is no error: copies of the rest are slower, and the text says
-  // so (empty: all is pinned). One memory at a time. unpin() waits for what is under way: the memory may go after it.
+  // Pins consecutive pieces of host memory, beginning with the first, so that copies are fast. Each piece is one
+  // registration of at most kRegistration bytes (pinning.h). If the system refuses, that is no error: copies of the
+  // rest are slower, and the returned text says so (empty: everything is pinned). Only one slab may be pinned at a
+  // time. unpin() waits for copies in flight; after it the memory may be freed.
   virtual std::string pin(std::span<const std::span<std::byte>> pieces) = 0;
   virtual void unpin(std::span<std::byte> memory) noexcept = 0;
 
   // Enqueue on a stream and return. Each stream but `compute` is driven by one thread at a time.
   virtual void copy_to_device(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) = 0;
   virtual void copy_to_host(StreamId stream, std::byte* to, const std::byte* from, std::size_t bytes) = 0;
-  // fp32 on the device to bf16 on the host, by gradient_to_bf16. On a GPU this takes a part of its processors for as
-  // long as the link takes: round_gradient() and copy_to_host() leave them to the computation.
+  // fp32 on the device to bf16 on the host, by gradient_to_bf16. On a GPU this occupies a part of its processors as
+  // long as the copy over the link takes; round_gradient() followed by copy_to_host() does not.
   virtual void gradient_to_host(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) = 0;
-  // The same from device to device.
+  // The same rounding from device to device.
   virtual void round_gradient(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) = 0;
   // The client's own work, in the stream's order. The CPU device calls it when its turn comes. CUDA calls it at once,
   // and it enqueues kernels on the queue. It must not throw.
   virtual void enqueue(StreamId stream, std::function<void(const DeviceQueue& queue)> work) = 0;
 
   virtual Event record(StreamId stream) = 0;
-  // The same, for seconds_between(): the seconds between two such events by the device's own clock. Nothing where one
-  // of them has not happened, or could not be made.
+  // The same with a time: seconds_between() gives the seconds between two such events by the device's own clock, or
+  // nothing if one of them has not happened or could not be made.
   virtual Event record_timed(StreamId stream) = 0;
   virtual std::optional<double> seconds_between(const Event& from, const Event& to) = 0;
-  // Work enqueued on `stream` after this call starts after the event. Where the compute stream is the calling thread
-  // (CpuDeviceOptions::async_compute), this blocks.
+  // Work enqueued on `stream` after this call starts after the event. If `stream` is the compute stream and that is the
+  // calling thread (no CpuDeviceOptions::async_compute), this call blocks.
   virtual void wait(StreamId stream, const Event& event) = 0;
-  // Blocks, sleeping, until the event has happened; an error where work before it failed.
+  // Blocks, sleeping, until the event has happened. An error if work before it failed.
   virtual io::Error synchronize(const Event& event) = 0;
 };
 
@@ -87,12 +88,12 @@ struct CpuDeviceOptions {
   // wait shows.
   std::uint64_t chaos_seed = 0;
   // The compute stream has a queue and a thread like the others: what is enqueued there runs while its caller goes on,
-  // as on a GPU. Without it that stream is the calling thread.
+  // as on a GPU. Without this option the compute stream is the calling thread.
   bool async_compute = false;
 };
 std::unique_ptr<Device> open_cpu_device(const CpuDeviceOptions& options = {});
 
-// The CUDA device `index`; an error of kind environment where there is none or the build has no CUDA.
+// The CUDA device `index`; an error of kind environment if there is none or the build has no CUDA.
 io::Result<std::unique_ptr<Device>> open_cuda_device(int index);
 bool cuda_available();
 
@@ -104,7 +105,7 @@ struct CudaDeviceInfo {
 };
 // Makes no context on the device.
 io::Result<CudaDeviceInfo> cuda_device_info(int index);
-// Free bytes of the device after this call has made a context on it; 0 where that cannot be known.
+// Free bytes of the device after this call has made a context on it; 0 if that cannot be known.
 std::uint64_t cuda_bytes_free(int index);
 
 }  // namespace tierflow::swap

@@ -1,6 +1,7 @@
 #pragma once
-// Which bytes of the device arena hold what: weights, which are cached until their room is needed, and gradients.
-// Offsets are of the arena. Nothing here waits: tasks that reuse bytes follow those that used them before.
+// Which bytes of the device arena hold weights, which are cached until their room is needed, and which hold gradients.
+// Offsets are from the beginning of the arena. Nothing here waits: tasks that reuse bytes depend on those that used
+// them before.
 #include <cstdint>
 #include <vector>
 
@@ -15,15 +16,15 @@ class WeightRing {
 
   // kNowhere: the unit is not there.
   std::uint64_t find(int unit) const;
-  // One more hold on a unit; false where it is not there.
+  // Adds a hold on a unit; false if the unit is not there.
   bool hold(int unit);
-  // Fewer holds, as far as there are any; of a unit that is not there, nothing.
+  // Ends this many holds on a unit, or all it has if these are fewer. Does nothing for a unit that is not there.
   void release(int unit, int holds = 1);
-  // Room beside everything that is held; what lay there is forgotten. kNowhere: there is none.
+  // Finds room beside everything that is held, and forgets what lay there. kNowhere: there is none.
   std::uint64_t allocate(std::uint64_t bytes);
   // The unit lies in allocated room from now on, with one hold.
   void add(int unit, std::uint64_t begin, std::uint64_t bytes);
-  // What is there of the unit is stale, held or not.
+  // Forgets the unit, held or not: its words there are stale.
   void invalidate(int unit);
   // Forgets everything.
   void clear();
@@ -40,7 +41,7 @@ class WeightRing {
   std::vector<Region> regions_;
 };
 
-// `bytes` of the arena from `begin`, given out in turn. A gradient is there until the ring comes round.
+// `bytes` of the arena from `begin`, given out in turn. A gradient stays there until the ring comes round to it.
 class GradientRing {
  public:
   GradientRing(std::uint64_t begin, std::uint64_t bytes) : begin_(begin), bytes_(bytes) {}

@@ -1,6 +1,6 @@
 #pragma once
-// Brings the weights of visits to the device. An update that a unit owes runs on the way: whoever computes with a unit
-// computes with what its update left.
+// Brings the weights of visits to the device. An update that a unit owes runs first, so every computation uses updated
+// weights.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -10,14 +10,14 @@
 
 namespace tierflow::swap {
 
-inline constexpr int kLookahead = 4;  // visits fetched ahead, where the weight ring has room
+inline constexpr int kLookahead = 4;  // visits fetched ahead, if the weight ring has room
 
-// Of the sparse chunks (GroupShape), which a plan moves and updates; each list is by chunk and counts for sparse ones
-// alone. Empty lists: the plan uses every chunk, and each has had every update.
+// Which sparse chunks (GroupShape) a plan moves and updates. Each list is by chunk, and only its entries for sparse
+// chunks count. Empty lists: the plan uses every chunk, and each has had every update.
 struct StepRows {
-  std::vector<bool> used;     // by the computation: they come to the device, and have a gradient in a step
-  std::vector<bool> missed;   // they have missed updates, which run on the way, used or not
-  std::vector<bool> waiting;  // their update is among those that the step before deferred
+  std::vector<bool> used;     // the computation uses it: it comes to the device, and has a gradient in a step
+  std::vector<bool> missed;   // it has missed updates, which this plan replays, whether it is used or not
+  std::vector<bool> waiting;  // its update is among those that the step before deferred
 
   bool uses(const Chunk& chunk) const { return !chunk.sparse || used.empty() || used[chunk.id]; }
   bool catches_up(const Chunk& chunk) const { return chunk.sparse && !missed.empty() && missed[chunk.id]; }
@@ -25,7 +25,8 @@ struct StepRows {
   bool any_missed() const { return std::ranges::find(missed, true) != missed.end(); }
 };
 
-// What the update of a unit that owes one applies. Of its chunks, the deferred ones owe it.
+// Whether a unit owes an update, and what the update applies: a bf16 gradient, or an fp32 sum. Only the deferred chunks
+// of the unit owe it.
 enum class Owed : std::uint8_t { nothing, gradient, sum };
 
 class Fetcher {
@@ -34,30 +35,30 @@ class Fetcher {
   Fetcher(const Layout& layout, const Arrangement& arrangement, TaskEmitter& emitter);
   Fetcher(const Fetcher&) = delete;
 
-  // Emits what brings the weights of the visit's stage to the device, says in the visit where they will be, and holds
-  // them there. Where units are needed, it brings those instead, beside the stage's own. False, and nothing emitted,
-  // where the ring has no room yet. A forced fetch of what fits always succeeds: it gives up what is cached, held or
-  // not.
+  // Emits the tasks that bring the weights of the visit's stage to the device, writes into the visit where they will
+  // be, and holds them there. If the visit names needed units, it brings these instead, beside the stage's own. Returns
+  // false and emits nothing if the ring has no room yet. A forced fetch always succeeds if the weights fit at all: it
+  // gives up cached weights, held or not.
   bool fetch(Visit& visit, bool forced);
-  // The end of so many holds on the weights of units, which from then on are merely cached.
+  // Ends this many holds on the weights of units. Without holds, weights are only cached.
   void release(const std::vector<int>& units, int holds = 1);
-  // Copies of the unit on the device are stale.
+  // The device's copy of the unit is stale.
   void invalidate(int unit) { ring_of(unit).invalidate(unit); }
   std::uint64_t bytes_of(const std::vector<int>& units) const;
 
-  // From here on plans are of these rows. What the device has of the sparse units is given up, unless all of them was
-  // used and is.
+  // From here on plans use these rows. The device's copies of sparse units are given up, unless all of their chunks
+  // were used before and all are used now.
   void take_rows(StepRows rows);
   const StepRows& rows() const { return rows_; }
   void owe(int unit, Owed update) { owed_[unit] = update; }
   bool owes(int unit) const { return owed_[unit] != Owed::nothing; }
-  // The update that the unit owes, now.
+  // Emits the update that the unit owes.
   void apply_owed(int unit);
-  // The updates that sparse chunks missed, now.
+  // Emits the updates that sparse chunks have missed.
   void catch_up();
 
  private:
-  // Whether an update that the unit owes leaves the words on the device those that it makes.
+  // Whether the update that the unit owes changes its words on the device too, so that they stay valid there.
   bool updates_in_place(int unit) const;
   WeightRing& ring_of(int unit) { return layout_.on_demand(unit) ? needed_ring_ : ring_; }
 
@@ -67,7 +68,7 @@ class Fetcher {
   WeightRing ring_, needed_ring_;
   StepRows rows_;
   std::vector<Owed> owed_;             // by unit
-  std::vector<std::uint64_t> places_;  // by unit, where the ring has room for all but those on demand; else empty
+  std::vector<std::uint64_t> places_;  // by unit, if the ring has room for all units but those on demand; else empty
 };
 
 }  // namespace tierflow::swap

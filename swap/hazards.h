@@ -1,8 +1,8 @@
 #pragma once
-// Dependencies from hazards, in the order of a sequential program: a read follows the last write of its bytes, and the
-// earlier read of them by its own lane. A write follows the last write and every read since. The memory that this takes
-// depends on how many different ranges were named, not on how often: bytes that are only read take one record for each
-// lane, however many tasks read them.
+// Finds dependencies from hazards, in the order of a sequential program. A read follows the last write of its bytes,
+// and the earlier read of them by its own lane. A write follows the last write and every read since. The memory for
+// this depends on how many different ranges were named, not on how often: bytes that are only read take one record for
+// each lane, however many tasks read them.
 #include <array>
 #include <cstdint>
 #include <map>
@@ -14,10 +14,10 @@ namespace tierflow::swap {
 
 class HazardTracker {
  public:
-  // The tasks that `accesses`, made by task `id` of `lane`, must wait for: sorted, each once, until the next call. Ids
-  // must grow from call to call.
+  // The tasks that task `id` of `lane` must wait for because of its accesses: sorted, each once. Valid until the next
+  // call. Ids must grow from call to call.
   const std::vector<TaskId>& add(TaskId id, Lane lane, const std::vector<Access>& accesses);
-  // How many accesses are remembered.
+  // How many accesses are kept.
   std::size_t records() const;
 
  private:

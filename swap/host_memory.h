@@ -1,7 +1,7 @@
 #pragma once
-// The host budget as one slab: page aligned, allocated once, known to the device for fast copies; everything on the
-// host is a buffer in it. Buffers lie one after the other without gaps, so that the slab is as large as their sum, and
-// registrations of at most 1 GiB end where buffers end (registrations_for in pinning.h).
+// The host budget as one slab: page aligned, allocated once, and pinned for fast copies. Everything on the host is a
+// buffer in it. Buffers lie one after the other without gaps, so that the slab is as large as their sum. Registrations
+// of at most 1 GiB end where buffers end (registrations_for in pinning.h).
 #include <cstddef>
 #include <memory>
 #include <span>
@@ -27,10 +27,10 @@ class HostMemory {
   }
   // All of the slab, cut into registrations.
   const std::vector<std::span<std::byte>>& registrations() const { return registrations_; }
-  // A buffer as a request takes it: whoever holds it keeps the whole slab alive, also beyond the HostMemory.
+  // A buffer as an io::Request takes it. As long as it lives, so does the whole slab, even if the HostMemory is gone.
   io::Buffer lend(std::span<std::byte> buffer) const { return io::part_of(slab_, buffer); }
   const std::shared_ptr<const io::Buffer>& slab() const { return slab_; }
-  // Why the device could not pin the slab; empty where it could.
+  // Why the device could not pin all of the slab; empty if it could.
   const std::string& pin_note() const { return pin_note_; }
 
  private:

@@ -18,21 +18,22 @@ constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Of so many hi words, and of a bf16 gradient of them. Every offset and size of words comes from here.
+// Bytes of this many hi words, or of their bf16 gradient. Every offset and size of words comes from here.
 constexpr std::uint64_t word_bytes(std::uint64_t elements) {
   return 2 * elements;
 }
 
 // Consecutive elements of a unit whose optimizer state has one format.
 struct GroupShape {
-  bool trainable = true;                  // false: not updated in steps, without gradients
-  bool rewritten = false;                 // of what is not trainable: words and state are written between steps
+  bool trainable = true;                  // false: it has no gradients, and no step updates it
+  bool rewritten = false;                 // only where it is not trainable: words and state are written between steps
   std::uint64_t elements = 0;             // multiple of kElementsPad
-  std::uint32_t state_bytes_element = 0;  // optimizer state and low master words, a parameter
-  std::uint32_t state_bytes_block = 0;    // and a block of 256
+  std::uint32_t state_bytes_element = 0;  // optimizer state and low master words, for each parameter
+  std::uint32_t state_bytes_block = 0;    // further state for each block of 256 parameters
   std::string precision;                  // named in the manifest
-  // Of what is trainable: a step may use a part of it. It is cut into the smallest chunks, kChunkQuantum each, and
-  // chunks that a step does not use are neither moved nor updated in it (StepRows in planner.h).
+  // Only where it is trainable: a step may use a part of it. The group is cut into the smallest chunks, of
+  // kChunkQuantum elements each. A step neither moves nor updates the chunks that it does not use (StepRows in
+  // fetcher.h).
   bool sparse = false;
 
   std::uint64_t state_bytes(std::uint64_t n) const {
@@ -48,20 +49,21 @@ struct UnitShape {
 
 struct StageShape {
   std::vector<int> units;              // own unit first
-  std::vector<int> on_demand;          // units that a visit may need besides; which, it says while it runs
+  std::vector<int> on_demand;          // further units that a visit may need; the visit names them while it runs
   bool backward_needs_weights = true;  // false for an embedding: its gradient depends on the ids alone
   std::uint64_t carry_bytes = 0;       // of its input for one computation of a step; 0 for the first stage
-  // Micro-batches that one computation of a step takes: the first ones, then the next, and so on. It is called by its
-  // number among the stage's own. An evaluation always takes one.
+  // How many micro-batches one computation of a step takes: the first ones, then the next, and so on. `micro_batch` of
+  // a task, and of enter(), is then the number of the computation in its stage. In an evaluation a computation always
+  // takes one.
   int together = 1;
 
-  // Of a step with so many micro-batches.
+  // The number of computations in a step of this many micro-batches.
   int computations(int micro_batches) const { return (micro_batches + together - 1) / together; }
 };
 
-// Extents: what is stored, a chunk each.
+// The kinds of extents. A chunk can have one of each kind but the last.
 // gradient: bf16, or the high words of an fp32 sum whose low words are gradient_low.
-// activations: what a stage saved of a micro-batch, an extent for each.
+// activations: what leaves the device for an item; one extent for each item.
 enum class ExtentKind : std::uint8_t { hi, state, gradient, gradient_low, activations };
 inline constexpr int kExtentKinds = 5;
 inline constexpr ExtentKind kChunkExtents[] = {ExtentKind::hi, ExtentKind::state, ExtentKind::gradient,
@@ -72,12 +74,12 @@ struct Chunk {
   int unit = 0, index = 0, group = 0;
   std::uint64_t first = 0;  // element offset in the unit
   std::uint64_t elements = 0;
-  std::uint64_t state_bytes = 0;  // 0 where it has none
+  std::uint64_t state_bytes = 0;  // 0: it has no state
   bool trainable = true;
   bool rewritten = false;  // as in GroupShape
   bool sparse = false;     // as in GroupShape
 
-  // Whether its words change after they were loaded.
+  // Whether its words change after they are loaded.
   bool changes() const { return trainable || rewritten; }
   std::uint64_t word_bytes() const { return swap::word_bytes(elements); }
   std::uint64_t word_place() const { return swap::word_bytes(first); }  // bytes from the unit's first word
@@ -88,19 +90,19 @@ struct Chunk {
 class Layout {
  public:
   // chunk_elements: multiple of kChunkQuantum; the largest chunk of a group whose state is 4 bytes an element. Groups
-  // with more state are cut finer so that no chunk's state exceeds max_state_bytes(); sparse ones as GroupShape says,
-  // whatever chunk_elements is. Throws std::logic_error where a
-  // unit has a frozen group before a trainable one, or is on demand in one stage and not in another, or where a sparse
-  // group is frozen or of a unit that several stages use.
+  // with more state are cut finer, so that no chunk's state exceeds max_state_bytes(). Sparse groups are cut as
+  // GroupShape says, whatever chunk_elements is.
+  // Throws std::logic_error if a unit has a frozen group before a trainable one, if a unit is on demand in one stage
+  // and not in another, or if a sparse group is frozen or belongs to a unit that several stages use.
   Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std::uint64_t chunk_elements);
 
   const std::vector<UnitShape>& units() const { return units_; }
   const std::vector<StageShape>& stages() const { return stages_; }
   const std::vector<Chunk>& chunks() const { return chunks_; }
   std::span<const Chunk> chunks_of(int unit) const;
-  // Those of its trainable groups, which come first; none of a frozen unit.
+  // The chunks of its trainable groups, which come first; none for a frozen unit.
   std::span<const Chunk> trainable_chunks_of(int unit) const;
-  // Of the fp32 gradient of a unit's trainable elements, on the device; 0 for a frozen unit.
+  // Bytes of the fp32 gradient of a unit's trainable elements, on the device; 0 for a frozen unit.
   std::uint64_t gradient_bytes(int unit) const { return gradient_bytes_[unit]; }
   int first_chunk(int unit) const { return first_chunk_[unit]; }
   std::uint64_t unit_elements(int unit) const { return unit_elements_[unit]; }
@@ -108,11 +110,11 @@ class Layout {
   std::uint64_t chunk_elements() const { return chunk_elements_; }
   std::uint64_t max_word_bytes() const { return max_word_bytes_; }
   std::uint64_t max_state_bytes() const { return max_state_bytes_; }
-  // Whether stages have the unit on demand.
+  // Whether the unit is one on demand.
   bool on_demand(int unit) const { return on_demand_[unit]; }
-  // Stages that use a unit; more than one where weights are tied.
+  // How many stages use a unit; more than one if weights are tied.
   int users_of(int unit) const { return users_[unit]; }
-  // The first of them; -1 where there is none.
+  // The first stage that uses it; -1 if there is none.
   int first_user(int unit) const { return first_user_[unit]; }
   // Ids of the sparse chunks, in order.
   const std::vector<int>& sparse_chunks() const { return sparse_chunks_; }

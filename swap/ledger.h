@@ -1,7 +1,7 @@
 #pragma once
-// What every byte of a run holds, as far as its tasks say, and whether whoever touches it waits for those that did
-// before. Both checkers own a ledger: their rules say what a task must find and what it leaves, the ledger whether that
-// can be relied on. Of several things that are wrong the first is kept.
+// Records what every byte of a run holds, as its tasks say, and checks that each task waits for those that touched the
+// bytes before. Both checkers own a ledger. A checker's rules say what a task must find and what it leaves; the ledger
+// says whether the task can rely on it. The first problem is kept.
 #include <map>
 #include <span>
 #include <string>
@@ -12,8 +12,8 @@
 
 namespace tierflow::swap {
 
-// incoming: a gradient that will be added to a sum. low: the low words of that sum. sum: an fp32 one on the device.
-// item: what of one left the device.
+// sum: an fp32 gradient sum on the device. incoming: a gradient that will be added to a sum on the host. low: the low
+// words of a sum on the host. item: what left the device for an item.
 enum class What : std::uint8_t { nothing, words, state, gradient, sum, item, incoming, low };
 
 struct Content {
@@ -42,10 +42,10 @@ class Ledger {
   // Both outlive the ledger. Words and state of every chunk are at home, in version 0.
   Ledger(const Layout& layout, const Arrangement& arrangement);
 
-  // Nothing is wrong with the next plan of the run so far.
+  // Begins the next plan of the run, without a problem so far.
   void begin_plan() { problem_.clear(); }
-  // Plays it, or its next part: `rule` says of each task what it reads and writes. Stops at the first task with
-  // something wrong: dependencies must point backwards, so that lanes in plan order cannot deadlock.
+  // Takes the tasks of the plan, or of its next part; for each, `rule` says what it reads and writes. Stops at the
+  // first task that is wrong. Dependencies must point backwards, so that lanes in plan order cannot deadlock.
   template <class Rule>
   void play(const Plan& plan, const Rule& rule) {
     id_ = plan.first_id;
@@ -57,25 +57,25 @@ class Ledger {
     }
     task_ = nullptr;
   }
-  // Something is wrong with the task at hand, or with the end of the plan.
+  // Records a problem of the current task, or of the end of the plan.
   void wrong(const std::string& detail);
-  // What is wrong with the plan: a defect of its planner (kind corruption), never of the user.
+  // The first problem of the plan. It is of kind corruption: a defect of the planner, never the user's fault.
   io::Error error() const;
 
-  // Host memory that a task names; what does not exist is wrong.
+  // Host memory that a task names. It is a problem if that does not exist.
   Held& host(const HostRef& ref);
   // index: the chunk, or the item of activations.
   Held& stored(ExtentKind kind, int index) { return stored_[static_cast<int>(kind)][index]; }
   // Where a chunk's extent stays between plans: its place in RAM, or storage.
   Held& home(ExtentKind kind, int chunk);
 
-  // The task at hand reads or writes. What it reads must hold what is expected, by a writer that it waits for; what it
-  // writes over must be done with, by everyone that it waits for.
+  // The current task reads or writes. What it reads must hold the expected content, and the task must wait for the
+  // writer. If it overwrites something, it must wait for all tasks that used it.
   void read(Held& held, const Content& expected, const char* where);
   void write(Held& held, const Content& content);
   void read_device(std::uint64_t begin, std::uint64_t bytes, const Content& expected);
   void write_device(std::uint64_t begin, std::uint64_t bytes, const Content& content);
-  // Of the range that begins there; nothing where none does.
+  // The content of the range that begins there; `nothing` if none does.
   Content on_device(std::uint64_t begin) const;
 
  private:

@@ -1,6 +1,7 @@
 #pragma once
-// Which bytes of the host slab a device knows for fast copies. Systems limit that (under WSL2 to a share of memory, in
-// containers by RLIMIT_MEMLOCK), so a slab may be pinned in part: from its beginning, where the streaming buffers are.
+// Which bytes of the host slab are pinned for fast copies. Systems limit pinning (under WSL2 to a share of memory, in
+// containers by RLIMIT_MEMLOCK), so a part of a slab may be pinned: from its beginning, where the streaming buffers
+// are.
 #include <cstddef>
 #include <functional>
 #include <span>
@@ -12,8 +13,8 @@ namespace tierflow::swap {
 inline constexpr std::size_t kRegistration = std::size_t{1} << 30;        // bytes registered in one go, at most
 inline constexpr std::size_t kLeastRegistration = std::size_t{64} << 20;  // smaller pieces are not tried
 
-// Device memory that a CUDA device takes for itself, besides what it is asked for: through it gradients go to host
-// memory that is not pinned.
+// Bytes of device memory that a CUDA device takes for itself: gradients go through them to host memory that is not
+// pinned.
 inline constexpr std::size_t kBounceBytes = std::size_t{8} << 20;
 
 // How consecutive buffers of these sizes are registered: the size of each registration, kRegistration at most. No
@@ -24,13 +25,13 @@ std::vector<std::size_t> registrations_for(std::span<const std::size_t> buffers)
 // Registered pieces, one after the other from the beginning of the slab.
 class PinnedPieces {
  public:
-  // Empty where the piece is registered, else why not.
+  // Registers the piece; returns why it could not, or an empty text.
   using Register = std::function<std::string(std::span<std::byte> piece)>;
 
   // Registers `pieces`, each of kRegistration at most, until the first refusal. Then tries half of the refused piece, a
   // quarter of it and so on. Returns what to tell the user; empty where all of them are pinned.
   std::string pin(std::span<const std::span<std::byte>> pieces, const Register& register_piece);
-  // Gives the pieces back, in the order of their registration; none are left.
+  // Unregisters all pieces, in the order of their registration.
   void unpin(const std::function<void(std::span<std::byte> piece)>& unregister_piece);
 
   // Calls copy(offset, bytes) for consecutive parts of [at, at + bytes), none of which crosses the border of a

@@ -1,7 +1,6 @@
 #pragma once
-// The plan as data: a list of tasks whose order is a correct sequential program. Each task says which bytes of which
-// tier it reads and writes; dependencies are derived from those hazards alone. Executor and simulator play the same
-// list.
+// A plan is a list of tasks whose order is a correct sequential program. Each task says which bytes of which tier it
+// reads and writes; its dependencies follow from these accesses alone. Executor and simulator run the same list.
 #include <compare>
 #include <cstdint>
 #include <vector>
@@ -43,15 +42,15 @@ enum class TaskKind : std::uint8_t {
 };
 const char* task_name(TaskKind kind);
 
-// What happens to the activations that a stage's forward computes for one micro-batch. They are computed again in the
-// backward; or kept on the device, by whoever computes; or swapped, through a slot, to the host and perhaps to storage.
+// What happens to an item's activations. recompute: the backward computes them again. keep: whoever computes keeps them
+// on the device. swap: they go through a slot to the host, and perhaps on to storage.
 enum class Activations : std::uint8_t { recompute, keep, swap };
 
 // head: forward and backward of the last stage in one visit.
 enum class Pass : std::uint8_t { forward, head, backward, evaluate };
 const char* pass_name(Pass pass);
 
-// What a stage computes for one micro-batch in one pass.
+// What a stage computes in one pass for one micro-batch, or for those that it takes together (StageShape::together).
 struct Computation {
   int stage = -1;
   Pass pass = Pass::forward;
@@ -129,8 +128,8 @@ struct Task {
   std::vector<TaskId> dependencies;  // each smaller than the task's own id
 };
 
-// One stage visited in one pass: where its weights and gradients lie in the device arena, unit by unit: those of the
-// stage, then those that it needs on demand.
+// A visit of a stage in one pass. It says where weights and gradients lie in the device arena, unit by unit: first the
+// units of the stage, then those that it needs on demand.
 struct Visit {
   int stage = 0;
   Pass pass = Pass::forward;
@@ -139,7 +138,7 @@ struct Visit {
   std::vector<bool> fresh_gradient;      // the gradient region holds nothing yet: zero it before the first addition
   std::vector<int> needed;               // the units on demand, of a part of the visit (VisitPlanner alone)
 
-  // The unit at a position, for a stage of these units.
+  // The unit at a position of weights and gradients; of_stage: the stage's own units.
   int unit(const std::vector<int>& of_stage, std::size_t position) const {
     return position < of_stage.size() ? of_stage[position] : needed[position - of_stage.size()];
   }

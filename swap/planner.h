@@ -2,16 +2,17 @@
 // Turns a layout and an arrangement into plans of whole steps: visits with a known future. Deterministic: the same
 // sequence of calls gives the same tasks.
 //
-// Speculation. Where the global norm clips, updates wait for it: the arrangement defers them all. A speculative step
-// runs them in the backward all the same, as if the norm will not clip, and is undone where it does. What makes that
-// possible, and the checker proves:
-//  - The step commits what it begins with: its begin state, with the deferred updates of the step before.
-//  - Every update of the step follows that commit, or at least the reading of what it changes for it. So when the step
-//    is decided, the newest durable generation is the begin state, in slots of its own: the store writes nothing into
-//    a slot that its newest durable generation refers to (store.h).
-//  - To undo is to go back to that generation, as a crash would: the store's records become those of it
-//    (Store::go_back()), then undo() reads what is resident from there. What the device has of the weights is stale.
-// So no byte is written for the sake of undoing but for the commit, and an undone step leaves no trace.
+// Speculative steps. With clipping, updates wait for the global norm: the arrangement defers them all. A speculative
+// step runs them in the backward, as if the norm will not clip, and is undone if it clips. Three things make that
+// possible; the checker proves them:
+//  - The step commits the state with which it begins, after the deferred updates of the step before have run.
+//  - Every update of the step follows that commit, or at least follows the task that reads for the commit what the
+//    update changes. So when the norm is known, the newest durable generation is the state with which the step began,
+//    in slots of its own: the store writes nothing into a slot that its newest durable generation refers to (store.h).
+//  - To undo the step is to go back to that generation, as after a crash: the store's records become those of that
+//    generation (Store::go_back()), then undo() reads what is resident from it. The device's copies of the weights are
+//    then stale.
+// So undoing needs no writes but the commit, and an undone step leaves no trace.
 #include <cstdint>
 #include <map>
 #include <utility>
@@ -21,7 +22,8 @@
 
 namespace tierflow::swap {
 
-// at_once: all updates of a step run in its backward, also those that the arrangement defers: a speculative step.
+// at_once: all updates of a step run in its backward, even those that the arrangement defers. That is a speculative
+// step.
 enum class Updates : std::uint8_t { as_arranged, at_once };
 
 class Planner {
@@ -29,29 +31,31 @@ class Planner {
   // Both outlive the planner.
   Planner(const Layout& layout, const Arrangement& arrangement);
 
-  // Layer-major forward and backward over all micro-batches. `pending`: deferred updates of the step before have not
-  // run yet. They then run ahead of each unit's first forward. `commits`: when they have run, what the step before left
-  // becomes a durable generation, beside the rest of this step; no extent of it is overwritten before it is durable.
-  // Updates::at_once: it commits.
-  // rows: which sparse chunks the step uses. What they have missed runs ahead of the forward too, and what is committed
-  // has it.
+  // Layer-major forward and backward over all micro-batches.
+  // pending: deferred updates of the step before have not run yet. They then run ahead of each unit's first forward.
+  // commits: when those updates have run, the state after the step before becomes a durable generation, while the rest
+  // of this step runs. No extent of that generation is overwritten before it is durable. With Updates::at_once,
+  // `commits` must be true.
+  // rows: which sparse chunks the step uses. The updates that they have missed also run ahead of the forward, and
+  // before the commit.
   Plan train_step(bool pending, bool commits = false, Updates updates = Updates::as_arranged, StepRows rows = {});
-  // After a speculative step, whose records the store has undone: brings back what is resident.
+  // After Store::go_back() for a speculative step: reads back what is resident.
   Plan undo();
-  // Forward only, for one evaluation of `micro_batches` micro-batches. `another`: one more is expected to follow, and
-  // what its first visits need is fetched while the last ones compute. Any plan may follow all the same.
+  // Forward only, for one evaluation of `micro_batches` micro-batches. another: a further evaluation probably follows,
+  // so what its first visits need is fetched while the last visits of this one compute. Any other plan may follow too.
   Plan evaluate(int micro_batches, bool another = false);
-  // The pending updates of the step before, if there are, and what sparse chunks have missed, without a step.
+  // Without a step: runs the pending updates of the step before, if there are any, and the updates that sparse chunks
+  // have missed.
   Plan flush(bool pending = true, StepRows rows = {});
-  // From now on a plan is handed over in parts, and what is returned is the rest: the plan of a large model need not be
-  // in memory as a whole.
+  // From now on plans are handed over in parts, and the functions above return only the rest. So the plan of a large
+  // model need not be in memory as a whole.
   void hand_over_to(TaskEmitter::TakePart take) { emitter_.hand_over_to(std::move(take)); }
-  // Between plans: words were written where they live, so that what the device has of them is stale.
+  // Call it between plans, when weights were written where they live: the device's copies of them are then stale.
   void forget_weights();
 
  private:
-  // What a step saves of its micro-batches and where it is: one piece for each item, in the order in which the backward
-  // takes them. Each waits in a buffer of the host, if it was on storage, and then in a slot of the device.
+  // What a step saves and where it is: one piece for each item, in the order in which the backward takes them. A piece
+  // waits in a buffer of the host, if it was on storage, and then in a slot of the device.
   struct Saved {
     std::vector<int> items;
     std::size_t next_read = 0, next_load = 0;
@@ -60,8 +64,8 @@ class Planner {
     std::vector<std::uint64_t> slot_of;
   };
 
-  // commits: at the head. The last `expected` visits belong to a later plan: they are fetched where there is room, and
-  // merely cached when this plan ends.
+  // commits: at the beginning. The last `expected` visits belong to a later plan: their weights are fetched if there is
+  // room, and are only cached when this plan ends.
   Plan run(std::vector<Visit> visits, int micro_batches, bool commits = false, int expected = 0);
   void compute(const Visit& visit, int micro_batch, Saved& saved);
   void save(int item, std::uint64_t slot);

@@ -1,5 +1,5 @@
 #pragma once
-// What is measured of a machine and of a model's stages on it, as the simulator takes it.
+// The measured rates of a machine, and the measured times of a model's stages on it, as the simulator takes them.
 
 namespace tierflow::swap {
 
@@ -12,10 +12,10 @@ struct MachineRates {
   double fill = 0;                       // bytes a second: zeroing a gradient on the device
   double measure = 0;                    // parameters a second, on all cores
   double checksum = 0;                   // bytes a second, on one core
-  double memory = 0;                     // bytes a second of host memory, of all who read or write; 0: never the limit
-  int cores = 1;                         // of the machine
-  int threads = 1;                       // that compute with, and that update
-  bool compute_on_cores = true;          // the device is the CPU: computing and copying take cores from the update
+  double memory = 0;  // bytes a second of host memory, for all readers and writers together; 0: never the limit
+  int cores = 1;      // of the machine
+  int threads = 1;    // that compute with, and that update
+  bool compute_on_cores = true;  // the device is the CPU: computing and copying take cores from the update
 };
 
 // Seconds of one micro-batch in a stage; head: forward and backward of the last one.

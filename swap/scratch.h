@@ -1,6 +1,6 @@
 #pragma once
 // Places in storage for what a run makes anew in every step: gradients that wait for their update, the low words of
-// sums, activations. Nothing of it outlives the run.
+// sums, activations. None of these bytes outlives the run.
 #include <cstdint>
 #include <vector>
 
@@ -10,9 +10,10 @@
 namespace tierflow::swap {
 
 struct ScratchOptions {
-  bool gradients = true;              // room for those of deferred updates
-  std::vector<bool> gradient_chunks;  // by chunk: whether there is room for its gradient. Empty: there is for all
-  bool gradient_sums = false;         // room for the low words of their sums too
+  bool gradients = true;  // room for the gradients of deferred updates
+  std::vector<bool>
+      gradient_chunks;         // by chunk: whether there is room for its gradient. Empty: there is for all chunks
+  bool gradient_sums = false;  // also room for the low words of gradient sums
   std::vector<std::uint64_t> activation_bytes;  // of each extent of activations, multiples of kSector; 0: not stored
 };
 
@@ -25,7 +26,7 @@ class ScratchPlaces {
   ScratchPlaces(const ScratchOptions& options, const Layout& layout);
 
   std::uint64_t bytes() const { return bytes_; }
-  // index: a chunk, or an item of activations.
+  // index: a chunk, or for activations an item.
   std::uint64_t offset(ExtentKind kind, int index) const;
 
  private:

@@ -1,6 +1,6 @@
 #pragma once
-// Plays plans on a virtual clock: the executor's lanes, orders and waits, with measured rates in place of the work.
-// Nothing is allocated, read or computed. Deterministic.
+// Plays plans on a virtual clock: it has the executor's lanes, orders and waits, but takes the time of each task from
+// measured rates. Nothing is allocated, read or computed. Deterministic.
 #include <cstdint>
 #include <limits>
 #include <map>
@@ -20,9 +20,9 @@ struct Rates {
   std::vector<StageSeconds> stages;
 };
 
-// The speed of each direction of the drives, as a share of its rate, while the other one works too.
+// The speed of each direction of the drives while the other one works too, as a share of the speed alone.
 double both_directions(const MachineRates& machine);
-// The least seconds in which the drives read and write so many bytes: their directions overlap where that helps.
+// The least seconds in which the drives read and write these bytes. Reading and writing overlap if that is faster.
 double drive_seconds(const MachineRates& machine, double read_bytes, double write_bytes);
 
 class Simulator {
@@ -30,19 +30,20 @@ class Simulator {
   // The layout outlives the simulator.
   Simulator(const Layout& layout, Rates rates);
 
-  // As if it had just been made with the same rates; it keeps its memory, because a step has very many tasks.
+  // Begins anew, as if it had just been made with the same rates. It keeps its memory, because a step has very many
+  // tasks.
   void restart();
-  // As the executor's: the plan's tasks may start from now() on.
+  // As Executor::append(): the plan's tasks may start from now() on.
   void append(const Plan& plan);
-  // Plays until every update and measurement is done. False, and at an end earlier, where the clock passes `until`.
+  // Plays until every update and measurement is done. Stops earlier and returns false if the clock passes `until`.
   bool finish_updates(double until = std::numeric_limits<double>::infinity());
   // Plays until everything is done.
   void drain();
   double now() const { return now_; }
   // Seconds until now() in which something was computed.
   double computing() const { return computing_; }
-  // Every task leaves a record; but where without_records() was called before the first was appended, those alone that
-  // are appended after record().
+  // By default every task leaves a record. After without_records(), called before the first append(), only tasks that
+  // are appended after record() do.
   void without_records() { records_tasks_ = false; }
   void record() { records_tasks_ = true; }
   std::vector<TaskRecord> take_records();

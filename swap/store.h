@@ -1,9 +1,10 @@
 #pragma once
-// Where each extent lives in storage, with a record each: slot, generation, checksum. What outlives the run (weights,
-// optimizer state) lies on one volume, what it makes anew in every step (gradients, activations) on another, so that a
-// run that goes on with a store may need other scratch. Bytes on the volume: docs/store.md. A generation whose commit
-// failed, or one of whose extents could not be written, is never acknowledged: from then on the store takes no writes
-// and no commits, so that nothing overwrites what a drive may yet show as committed.
+// Where each extent lives in storage, and a record for each: slot, generation, checksum. What outlives the run
+// (weights, optimizer state) lies on one volume. What a run makes anew in every step (gradients, activations) lies on
+// another, the scratch volume, so that a resumed run may need other scratch. docs/store.md describes the bytes on the
+// volume.
+// A generation is never acknowledged if its commit failed or one of its extents could not be written. From then on the
+// store takes no writes and no commits, so that nothing overwrites what a drive may still show as committed.
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -23,19 +24,22 @@
 
 namespace tierflow::swap {
 
-// What a generation needs beside the store to count, of which the store knows nothing: called with its number and its
-// progress before its extents are read. An error says what is missing or damaged.
+// Checks what belongs to a generation but lies beside the store, which knows nothing of it. It is called with the
+// generation's number and progress before its extents are read. An error says what is missing or damaged; the
+// generation then counts as damaged.
 using CheckBeside = std::function<io::Error(std::uint64_t generation, const std::string& progress)>;
 
 struct StoreOptions {
   io::VolumeOptions volume;  // bytes is computed
   int generations = 1;       // 2: a commit leaves the generation before it intact until the next one is durable
   ScratchOptions scratch;
-  std::string identity;  // JSON of the client's: what the state belongs to; kept in the manifest and given back on open
-  CheckBeside check_beside;  // empty: nothing
-  // resume() and restore(): where the newest generation cannot be read, as where it is damaged, the one before it.
+  std::string
+      identity;  // the client's JSON about what the state belongs to; kept in the manifest and given back on open
+  CheckBeside check_beside;  // empty: nothing lies beside the store
+  // resume() and restore(): use the generation before if the newest cannot be read, as if it were damaged.
   bool go_back = false;
-  // A reading of what is gone on with that fails is made once more after so long: a drive that was reset is back then.
+  // resume() and restore(): a read that fails is made once more after this time, because a drive that was reset is back
+  // by then.
   std::chrono::milliseconds second_look{5000};
   std::uint64_t run_id = 0;  // 0: drawn; for tests that compare what is written
 };
@@ -43,54 +47,58 @@ struct StoreOptions {
 class Store {
  public:
   static io::Result<std::unique_ptr<Store>> create(StoreOptions options, const Layout& layout);
-  // Opens the newest valid generation, for reading: without scratch. The layout must be the one it was created with. If
-  // a newer one may have been committed and cannot be read, the generation before it is read and verified whole. It is
-  // refused if the run had begun to overwrite it.
+  // Opens the newest valid generation for reading, without scratch. The layout must be the one that the store was
+  // created with. If a newer generation may have been committed and cannot be read, the generation before it is read
+  // and verified whole. It is refused if the run had begun to overwrite it.
   static io::Result<std::unique_ptr<Store>> open(StoreOptions options, const Layout& layout);
-  // Opens a store of two generations to go on with it. Nothing is written to it until restore() has succeeded. An error
-  // of kind io where superblocks or manifests cannot be read, so that it is not known which generation is the newest.
+  // Opens a store of two generations, so that a run can resume from it. Nothing is written to it until restore() has
+  // succeeded. An error of kind io if superblocks or manifests cannot be read, because then it is not known which
+  // generation is the newest.
   static io::Result<std::unique_ptr<Store>> resume(StoreOptions options, const Layout& layout);
   using RestoredExtent = std::function<void(ExtentKind, int chunk, std::span<const std::byte>)>;
   using RestoreProgress = std::function<void(std::uint64_t done, std::uint64_t total)>;  // bytes
-  // After resume(), once: reads and verifies all of the newest generation and makes sure that it is durable. If it is
-  // damaged, or what lies beside it, the one before it, if that is whole: what the run writes next takes the newer one
-  // away. So a drive that fails or does not answer is an error of kind io, unless StoreOptions::go_back says otherwise.
-  // Hands each extent to `use`, again from the first where it goes back a generation. No error: identity(), progress()
-  // and what comes are of the generation that counts from here on.
+  // After resume(), once: reads and verifies all of the newest generation and makes sure that it is durable. If the
+  // generation or what lies beside it is damaged, does the same with the generation before. The run's next writes then
+  // destroy the newer one; so a drive that fails or does not answer is an error of kind io, unless
+  // StoreOptions::go_back is set.
+  // Hands each extent to `use`, and begins again with the first extent if it goes back a generation. After success,
+  // identity(), progress() and what was handed over are of the generation that counts from here on.
   io::Error restore(const RestoredExtent& use, const RestoreProgress& progress);
 
-  // Of a store that was opened: reads and verifies all of its generation. The error names what is damaged, the
-  // generation, and whether the one before it is whole, so that restore() would go back to it.
+  // After open(): reads and verifies all of the opened generation. The error names what is damaged, the generation, and
+  // whether the generation before is whole, so that restore() would go back to it.
   io::Error verify_all(const RestoreProgress& progress);
 
-  // Reads what create() was given as identity and commit() as progress, of the newest valid generation: enough to build
-  // the layout that open() and resume() need. generation 0: nothing was ever committed.
+  // Reads the identity and the progress of the newest valid generation: enough to build the layout that open() and
+  // resume() need. generation 0: nothing was ever committed.
   struct Contents {
     std::uint64_t generation = 0;
     std::string identity, progress;
     std::uint64_t chunk_elements = 0;
     int generations = 1;
-    std::string passed_over;  // why a newer one may have been committed, which cannot be read; empty: none was
-    io::Error unreadable;     // where that is for a reading that failed
+    std::string
+        passed_over;       // why a newer generation may have been committed that cannot be read; empty: there is none
+    io::Error unreadable;  // set if passed_over is because of a read that failed
   };
   static io::Result<Contents> inspect(io::VolumeOptions volume);
   // Bytes that create() will take in storage, scratch included.
   static std::uint64_t bytes_needed(const StoreOptions& options, const Layout& layout);
 
-  // An extent is a chunk's, or of activations an item's. Any thread; no two calls for one extent at a time.
+  // `index` is a chunk, or for activations an item. Any thread, but no two calls for one extent at a time.
   void read(ExtentKind kind, int index, io::Buffer buffer, io::Callback done);
-  // Writes the extent into the generation at work. stamp() of the same bytes comes first. A store may refuse: it takes
-  // no more writes, or the extent is frozen words, which have one slot, and a commit of two generations covers them.
-  // Then `done` gets the reason before this call returns.
+  // Writes the extent into the generation that is being written. Call stamp() with the same bytes first. The store
+  // refuses if it takes no more writes, or if the extent is frozen words (which have one slot) that a commit of a store
+  // of two generations covers. Then `done` gets the reason before this call returns.
   void write(ExtentKind kind, int index, io::Buffer buffer, io::Callback done);
-  // Reads an extent into memory of its own, verified, a second time where the first does not match. Blocks.
+  // Reads an extent into new memory and verifies it. If it does not match, reads it a second time. Blocks.
   io::Result<io::Buffer> fetch(ExtentKind kind, int index);
-  // Hashes what the next write() of the extent records: call where the bytes are produced. A commit may lie between.
+  // Computes the hash that the next write() of the extent will record. Call it where the bytes are produced. A commit
+  // may come between stamp() and write().
   void stamp(ExtentKind kind, int index, std::span<const std::byte> bytes);
-  // Compares bytes that read() brought with the record: an error of kind corruption names the extent.
+  // Compares bytes that read() brought with the record; an error of kind corruption names the extent.
   io::Error verify(ExtentKind kind, int index, std::span<const std::byte> bytes) const;
 
-  // Tells the user that an extent is read once more: what verify() found may have gone wrong on the way from the drive.
+  // Tells the user that an extent is read once more, because the bytes may have changed on the way from the drive.
   void report_second_reading(const io::Error& wrong) const;
 
   // Makes everything written so far the newest generation, durably. `progress` is the client's JSON (step, data
@@ -98,12 +106,12 @@ class Store {
   // lives. Reads may be in flight. After an error of the drive the store takes no more writes and no more commits.
   io::Error commit(const std::string& progress);
 
-  // Every extent that a commit covers is again what the newest durable generation has: what was written since is
-  // forgotten, and its slots are written next. Error of kind usage while such a write is in flight, or where no
-  // generation of two is durable. Reads may not be in flight.
+  // Returns to the newest durable generation: forgets what was written since to extents that a commit covers, and
+  // writes next to those slots. Error of kind usage while such a write is in flight, or if the store has one generation
+  // or none is durable. No read may be in flight.
   io::Error go_back();
 
-  // Requests within one of these pieces of the slab are faster. The slab then lives as long as the volume, which may
+  // Makes requests within one of these pieces of the slab faster. The slab then lives as long as the volume, which may
   // look for buffers in it until its end.
   void register_memory(std::shared_ptr<const io::Buffer> slab, std::span<const std::span<std::byte>> pieces);
 
@@ -112,9 +120,9 @@ class Store {
   std::uint64_t extent_bytes(ExtentKind kind, int index) const;
   const std::string& identity() const { return options_.identity; }
   const std::string& progress() const { return progress_; }
-  // The newest durable one. Any thread.
+  // The number of the newest durable generation. Any thread.
   std::uint64_t generation() const { return generation_; }
-  // Of all its files, on the drives.
+  // Bytes of all its files on the drives.
   std::uint64_t storage_bytes() const;
   io::VolumeMode mode() const { return volume_->mode(); }
   std::vector<io::DriveStats> drives() const;  // scratch included
@@ -164,8 +172,8 @@ class Store {
   std::unique_ptr<io::Volume> volume_, scratch_volume_;  // last: they wait for what is in flight before the rest goes
 };
 
-// The hi words of a store's newest durable generation, which stays that while this lives: Store::commit() is refused,
-// and what is written meanwhile goes to other slots. The store has two generations, or is open for reading, and
+// Reads the hi words of a store's newest durable generation. As long as this lives, that generation stays the newest:
+// Store::commit() is refused, and writes go to other slots. The store has two generations, or is open for reading, and
 // outlives this. Any thread.
 class CommittedWords {
  public:
@@ -175,7 +183,7 @@ class CommittedWords {
   CommittedWords& operator=(const CommittedWords&) = delete;
 
   std::uint64_t bytes(int chunk) const { return store_.extent_bytes(ExtentKind::hi, chunk); }
-  // As those of the store.
+  // As the functions of Store with the same names.
   void read(int chunk, io::Buffer buffer, io::Callback done);
   io::Error verify(int chunk, std::span<const std::byte> bytes) const;
   io::Result<io::Buffer> fetch(int chunk);

@@ -1,6 +1,6 @@
 #pragma once
-// What a store writes of its own beside the extents: superblocks and manifests (docs/store.md). Bytes and text in and
-// out; nothing here reads or writes a drive. Inside of swap alone.
+// Superblocks and manifests, which a store writes beside the extents (docs/store.md). The functions turn them into
+// bytes or text and back; nothing here reads or writes a drive. Only for use inside of swap.
 #include <array>
 #include <cstdint>
 #include <optional>
@@ -35,15 +35,15 @@ struct Superblock {
 };
 static_assert(sizeof(Superblock) == 64);
 
-// Of a sector that was read: the superblock in it; nothing where it is damaged, of another version, or none.
-// volume_size: its manifest lies within.
+// The superblock in a sector that was read; nothing if it is damaged, of another version, or not a superblock.
+// volume_size: the superblock's manifest must lie within it.
 std::optional<Superblock> parse_superblock(std::span<const std::byte> sector, std::uint64_t volume_size);
-// Why parse_superblock() gave nothing.
+// Why parse_superblock() found none.
 std::string why_no_superblock(std::span<const std::byte> sector);
 bool is_blank(std::span<const std::byte> bytes);
 bool matches(const Superblock& block, std::string_view manifest);
 
-// What is known of the newest bytes of an extent.
+// The record of the newest bytes of an extent.
 struct ExtentRecord {
   std::uint64_t checksum = 0, generation = 0;
   std::uint8_t slot = 0;
@@ -60,7 +60,7 @@ struct Manifest {
 
   std::string text(const std::vector<UnitShape>& units) const;
 };
-// An error of kind corruption where the text is no manifest, whatever it is.
+// An error of kind corruption if the text is not a manifest. Any text is safe to pass.
 io::Result<Manifest> parse_manifest(std::string_view text);
 
 io::Error store_damaged(std::string detail);

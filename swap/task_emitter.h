@@ -1,7 +1,7 @@
 #pragma once
-// Emits tasks in the order of a correct sequential program: what moves extents between storage, host and device, and
-// the updates made of such moves. It knows where each extent lives and takes streaming buffers round robin. When a task
-// is emitted is the choice of whoever calls. Deterministic: the same calls give the same tasks.
+// Emits tasks in the order of a correct sequential program: those that move extents between storage, host and device,
+// and those that update them. It knows where each extent lives, and takes streaming buffers round robin. The caller
+// decides when a task is emitted. Deterministic: the same calls give the same tasks.
 #include <cstdint>
 #include <functional>
 #include <initializer_list>
@@ -25,11 +25,11 @@ class TaskEmitter {
   // Both outlive the emitter.
   TaskEmitter(const Layout& layout, const Arrangement& arrangement);
 
-  // What was emitted since the last call, each task with the tasks that it waits for, and the visits of those that
-  // compute.
+  // The tasks that were emitted since the last call, each with the tasks that it waits for, and the visits of the
+  // compute tasks.
   Plan take();
-  // From now on take() returns the rest: what is emitted is handed over in parts of some tasks, whose memory serves the
-  // next ones.
+  // From now on what is emitted is handed over in parts of some tasks, and take() returns only the rest. The memory of
+  // a part is used again for the next one.
   using TakePart = std::function<void(const Plan& part)>;
   void hand_over_to(TakePart take) { take_part_ = std::move(take); }
   // Tasks from here on serve a visit of this pass and stage.
@@ -37,41 +37,44 @@ class TaskEmitter {
   void serve(Pass pass) { pass_ = pass; }
 
   Task& emit(TaskKind kind, Lane lane, std::initializer_list<Access> accesses);
-  // The computation of one micro-batch in the visit; the first one begins it. slot: of what is saved for the item.
+  // The computation of one micro-batch in the visit; the first one begins the visit. slot: the device slot of what is
+  // saved for the item.
   Task& compute(const Visit& visit, int micro_batch, std::uint64_t slot = kNowhere, std::uint64_t slot_bytes = 0);
   // The next streaming buffer of a kind.
   HostRef take_buffer(HostRef::Where where);
 
-  // Chunk by chunk. Activations are no chunk's: these functions do not know them.
+  // The following functions work on extents of a chunk, so not on activations.
 
   // The extent's resident place, or a buffer to fill.
   HostRef place(ExtentKind kind, int chunk);
-  // The same with the extent's bytes in it.
+  // The same place or buffer, with the extent's bytes in it.
   HostRef read(ExtentKind kind, int chunk);
   Gradient read_gradient(int chunk, bool is_sum);
-  // A resident extent's bytes from storage to its place; nothing where it is not resident.
+  // Reads a resident extent's bytes from storage into its place; does nothing if it is not resident.
   void read_back(ExtentKind kind, int chunk);
-  // To storage; a resident extent only where is_written says so. follows_readers: the write also waits for tasks that
-  // read `from`.
+  // Writes the extent to storage; a resident one only with Resident::is_written. follows_readers: the write also waits
+  // for tasks that read `from`.
   enum class Resident { stays, is_written };
   void write(ExtentKind kind, int chunk, HostRef from, bool follows_readers = false,
              Resident resident = Resident::stays);
-  // Between the host and an offset in the device arena. A gradient becomes bf16 on its way down.
+  // Copies between the host and an offset in the device arena. A gradient becomes bf16 on its way to the host.
   Task& upload(ExtentKind kind, int chunk, HostRef from, std::uint64_t to);
   Task& download(ExtentKind kind, int chunk, std::uint64_t from, HostRef to);
 
   // An fp32 gradient leaves the device, is measured, and waits on the host or on storage for its update.
   void take_gradient(int chunk, std::uint64_t from);
-  // It leaves and is added to the one that waits; first_sum: that one is still bf16.
+  // An fp32 gradient leaves the device and is added to the sum that waits. first_sum: that sum is still one bf16
+  // gradient.
   void accumulate(int chunk, std::uint64_t from, bool first_sum);
-  // The update on the host, with words that are there. Words and state go back to storage. measures: as in Task.
+  // The update on the host, of words that are there. Words and state go back to storage. measures: as in Task.
   void update(int chunk, HostRef words, Gradient gradient, bool measures = false);
-  // The updates that a sparse chunk missed, on the host, with words that are there. Both go back to storage.
+  // The updates that a sparse chunk has missed, on the host, of words that are there. Words and state go back to
+  // storage.
   void catch_up(int chunk, HostRef words);
-  // The update on the device, of words at `words_at`, which then go to `home`, and on to storage. `sum` as in Task.
+  // The update on the device, of words at `words_at`. They then go to `home`, and on to storage. `sum` as in Task.
   void update_on_device(int chunk, std::uint64_t words_at, std::uint64_t sum, HostRef home);
-  // What is stored of every trainable chunk becomes a durable generation. Resident extents are written for it first:
-  // they have all changed since the commit before.
+  // The stored words and state of every trainable chunk become a durable generation. Resident extents are written
+  // first, because they have all changed since the commit before.
   void commit();
 
  private:

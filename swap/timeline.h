@@ -1,6 +1,6 @@
 #pragma once
-// When tasks ran: measured by the executor or predicted by the simulator, in one type, so that the two can be compared
-// and drawn alike.
+// When tasks ran. Times measured by the executor and times predicted by the simulator have one type, so that they can
+// be compared and drawn in the same way.
 #include <array>
 #include <cstdint>
 #include <filesystem>
@@ -14,7 +14,7 @@
 
 namespace tierflow::swap {
 
-// Times in seconds from one start common to a timeline.
+// Times are in seconds from the start of the timeline.
 struct TaskRecord {
   TaskId id = 0;
   TaskKind kind = TaskKind::compute;
@@ -26,7 +26,8 @@ struct TaskRecord {
   double begin = 0, end = 0;
 };
 
-// A time in which compute had to wait, and for what: the lane and kind of the task that ran last before it could go on.
+// A time in which compute had to wait, and what it waited for: the lane and kind of the task that ended last before
+// compute could continue.
 struct Stall {
   double begin = 0, end = 0;
   Lane lane = Lane::compute;
@@ -35,7 +36,7 @@ struct Stall {
 
 struct Summary {
   double begin = 0, end = 0;                  // of all tasks
-  std::array<double, kLanes> busy_seconds{};  // in which at least one task of the lane ran
+  std::array<double, kLanes> busy_seconds{};  // time in which at least one task of the lane ran
   std::array<std::uint64_t, kLanes> bytes{};
   std::vector<Stall> stalls;
   std::map<std::string, double> stalled_by_cause() const;

@@ -1,6 +1,6 @@
 #pragma once
-// The rules that layer-major plans and single visits share: words and state of a chunk are of one version, which counts
-// its updates, wherever they are; an update finds both in the version before and leaves them in the next.
+// The rules that layer-major plans and single visits share. Words and state of a chunk have a version, which counts its
+// updates, wherever they are. An update finds both in one version and leaves them in the next.
 #include <vector>
 
 #include "swap/ledger.h"
@@ -12,15 +12,15 @@ class UpdateRules {
   // All outlive the rules.
   UpdateRules(const Layout& layout, const Arrangement& arrangement, Ledger& ledger);
 
-  // From here on updates and measurements count for the next plan.
+  // Begins the next plan: updated() and measured() count from zero.
   void begin_plan();
-  // Of a chunk: the updates so far; the updates and measurements in this plan.
+  // The updates of a chunk so far, and its updates and measurements in this plan.
   int version(int chunk) const { return version_[chunk]; }
   int updated(int chunk) const { return updated_[chunk]; }
   int measured(int chunk) const { return measured_[chunk]; }
-  // Someone else wrote the chunk.
+  // Something else wrote the chunk.
   void changed(int chunk);
-  // The chunk is in the version before again, as far as storage is its home: what else has it holds a later one.
+  // The chunk in storage is in the version before again. Copies elsewhere are of a later version.
   void go_back(int chunk);
 
   // Words and state of every trainable chunk are in storage, in these versions.
@@ -30,7 +30,7 @@ class UpdateRules {
   // Moves words or state. False: the task is of another kind.
   bool move(const Task& task);
   void measure(const Task& task, const Content& gradient);
-  // Words and state of an update; its gradient is the caller's to read.
+  // Words and state of an update; the caller reads the gradient.
   void update(const Task& task);
   void update_on_device(const Task& task);
   // Words and state of a chunk that catches up with version `to`.

@@ -1,8 +1,7 @@
 #pragma once
-// Proves VisitPlanner's plans as they come, from what each task says that it
-// moves. Whatever the client's order: a visit computes
-// with weights after every owed update; every gradient that a visit adds leaves the device once and is in the sum that
-// its update applies; an update runs once.
+// Proves VisitPlanner's plans as they come, from what each task says that it moves. In whatever order the client
+// visits: a visit computes with weights after every owed update; every gradient that a visit adds leaves the device
+// once, and is in the sum that its update applies; an update runs once.
 #include <optional>
 #include <vector>
 
@@ -17,7 +16,8 @@ class VisitChecker {
   VisitChecker(const Layout& layout, const Arrangement& arrangement);
   VisitChecker(const VisitChecker&) = delete;
 
-  // As the planner's, with what it gave; calls in the same order. Errors as PlanChecker's.
+  // Takes the plans that the planner's functions of the same names gave, in the same order. Errors are those of
+  // PlanChecker.
   io::Error visit(const Plan& plan, const VisitRequest& request);
   io::Error need(const Plan& plan, const NeedRequest& request);
   io::Error close(const Plan& plan);
@@ -47,7 +47,7 @@ class VisitChecker {
   void take_gradient(const Task& task);
   void accumulate(const Task& task);
   void copy(Ledger::Held& from, Ledger::Held& to, const char* where, What what, int chunk);
-  // Plays the plan. After it, only gradients of the open stage may still be on the device.
+  // Checks the plan. After it, only gradients of the open stage may still be on the device.
   io::Error finish(const Plan& plan, const VisitRequest* request);
   void expect_at_home(int unit);
 

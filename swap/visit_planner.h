@@ -1,7 +1,7 @@
 #pragma once
-// Plans visit by visit, for a client that chooses its own order. Each call gives the tasks of one visit and fetches
+// Plans visit by visit, for a client that chooses its own order. Each call gives the tasks of one visit, and fetches
 // what followed it the last time. Nothing further ahead is fixed, so a client that departs from its former order only
-// loses time. Gradients of a unit add up on the host until an update is owed for them or they are dropped.
+// loses time. The gradients of a unit add up on the host until owe() or drop().
 #include <cstdint>
 #include <map>
 #include <utility>
@@ -21,11 +21,12 @@ struct VisitRequest {
   // add up in fp32 on the device and leave it once, rounded to bf16. Without it, each visit's gradient is rounded to
   // bf16 and leaves the device, and the host adds up in fp32.
   bool gradients_stay = false;
-  // That the visit and each of its parts compute, one after the other; more than one in passes without gradients alone.
+  // How many micro-batches the visit and each of its parts compute, one after the other. More than one is possible only
+  // in passes without gradients.
   int micro_batches = 1;
 };
 
-// Units on demand that a visit needs, each once.
+// The units on demand that a part of a visit needs, each once.
 struct NeedRequest {
   std::vector<int> units;
   std::vector<bool> gradients;  // as in VisitRequest, by unit that is needed
@@ -39,13 +40,15 @@ class VisitPlanner {
 
   // The tasks of one visit, its compute task among them, and those that fetch what is expected to follow.
   Plan visit(const VisitRequest& request);
-  // A further part of the visit that was planned last. These units come to the device, beside the stage's own, and stay
-  // until the next part or the end of the visit. What the part adds to their gradients then leaves the device. The
-  // stage's own gradients stay until the visit ends. Every other call that plans ends it, and so does drop(). An error
-  // of kind usage where the stage does not have such units, one is named twice, or the arrangement has no room for all.
-  // A part may be planned before the one ahead of it is computed: its units come while that computes.
+  // A further part of the visit that was planned last. The needed units come to the device, beside the stage's own, and
+  // stay until the next part or the end of the visit. Then what the part added to their gradients leaves the device.
+  // The stage's own gradients stay until the visit ends. Every other call that plans ends the visit, and so does
+  // drop().
+  // An error of kind usage if the stage does not have such units on demand, if one is named twice, or if the
+  // arrangement has no room for all. A part may be planned before the part ahead of it is computed: its units are then
+  // fetched while that part computes.
   io::Result<Plan> need(const NeedRequest& request);
-  // Gradients that stayed on the device leave it. For a client that stops in the middle and wants what is there.
+  // Gradients that stayed on the device leave it. For a client that stops in the middle and wants its gradients.
   Plan close();
   // Whether a gradient is on the device.
   bool has_open_gradients() const { return open_.stage != -1; }
@@ -55,19 +58,20 @@ class VisitPlanner {
   int gradients_of(int unit) const { return contributions_[unit] + (open_at(unit) != -1 ? 1 : 0); }
   // The unit's gradient is a sum over several visits, so it has low words.
   bool is_sum(int unit) const { return contributions_[unit] > 1; }
-  // Each of these units now owes an update with its gradient, which runs ahead of its next visit. None of the gradients
-  // may still be on the device. Fetches what is expected to follow.
+  // From now on each of these units owes an update with its gradient; the update runs ahead of the unit's next visit.
+  // None of the gradients may still be on the device. Fetches what probably follows.
   Plan owe(const std::vector<int>& units);
   bool owes(int unit) const { return fetcher_.owes(unit); }
-  // Forgets a unit's gradient, wherever it is; not one that is owed already.
+  // Forgets a unit's gradient, wherever it is, unless its update is already owed.
   void drop(int unit);
-  // The update that a unit owes, now.
+  // Runs the update that a unit owes.
   Plan apply_owed(int unit);
-  // What is stored of every trainable chunk becomes a durable generation, beside what is planned next. Nothing is owed.
+  // The stored words and state of every trainable chunk become a durable generation, while the next plans run. No unit
+  // may owe an update.
   Plan commit();
-  // Something else wrote the unit's words: copies on the device are stale.
+  // Call it when something else wrote the unit's words: the device's copies are then stale.
   void changed(int unit) { fetcher_.invalidate(unit); }
-  // How often a visit came that was not the expected one.
+  // How often another visit came than the expected one.
   std::uint64_t departures() const { return departures_; }
 
  private:

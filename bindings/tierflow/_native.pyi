@@ -1,4 +1,4 @@
-"""The extension module: runtime/streamer.h as Python sees it. Sizes are bytes; every call but the trivial ones releases the interpreter's lock."""
+"""The extension module: runtime/stream/streamer.h, runtime/session/session.h and runtime/data/data.h as Python sees them. Sizes are bytes; every call but the trivial ones releases the interpreter's lock."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -44,15 +44,16 @@ def memory_available() -> int:
 
 @dataclasses.dataclass
 class Budget:
-    """What Tierflow may take of each tier.
+    """How much of each tier Tierflow may take.
 
-    device: bytes of device memory for weights and gradients on their way. `activations`, a share of it, is left to what the model itself
-        computes; nothing enforces that share in your process: stats() says what was measured, and a warning where it was more.
+    device: bytes of device memory, or text such as "20GiB".
+    activations: the share of `device` that is left to the model's own tensors. It is not enforced in your process: stats() says what was measured, and there is a
+        warning if it was more.
     host: bytes of RAM for streaming buffers and for state that stays there.
-    storage: folders for the state, one a drive. Without any, all of it must fit `host`. Its files have no names and go with the process.
-    durable: the files have names, and the state is committed after every optimizer step, or after so many steps each: the same script goes on with it after
-        the process was killed, see tierflow.resume(). Storage then holds two copies of what is trained.
-    go_back: where the drive cannot read the newest of these two, the script goes on with the one before it. Otherwise that is an error: the drive may be back soon.
+    storage: folders for the state, one for each drive. Without any, the whole state must fit `host`. Its files have no names and disappear with the process.
+    durable: True: the files have names, and the state is committed after every optimizer step; a number N: after every N steps. The same script then resumes after
+        the process was killed, see tierflow.resume(). Storage holds two copies of what is trained.
+    go_back: if the drive cannot read the newest of these two copies, resume from the one before. Without it that is an error, because the drive may be back soon.
     """
 
     device: int | str
@@ -75,23 +76,24 @@ class Budget:
 
     @classmethod
     def auto(cls, storage: Sequence[str | os.PathLike] = ()) -> Budget:
-        """A third of what RAM is free for the (CPU) device, half for the host."""
+        """A third of the free RAM for the (CPU) device, and half for the host."""
         free = memory_available()
         return cls(device=free // 3, host=free // 2, storage=storage)
 
 
 @dataclasses.dataclass
 class Plan:
-    """How a model is to be streamed. `print(plan)` says what it costs.
+    """How a model will be streamed. `print(plan)` says what it costs.
 
     precision: "fp32-master+adam8" (6.03 bytes a parameter), "fp32-master+adam32" (12, the reference), "bf16-sr+adam8" (4.03).
-    blocks: names of module classes that stream as one, where the elements of `ModuleList`s are not the right cut.
-    trainable: False keeps a frozen base: no optimizer state, never written again. For LoRA.
-    base_precision: of a frozen base, how the weights of its linear layers are stored and streamed: "bf16", "int8", "nf4" or "nf4-double" (2, 1.02, 0.56, 0.52
-        bytes each); "fp8", "fp8-rows" or "mxfp4" (1, 1, 0.53) keep what the folder has in FP8 with scales for tiles of 128 x 128 or for rows, or in MXFP4, experts too. They are
-        dense bf16 while their module runs.
+    blocks: names of module classes whose modules take turns, instead of the elements of `ModuleList`s.
+    trainable: False keeps a frozen base without optimizer state, which is never written again. For LoRA.
+    base_precision: with trainable=False, how the weights of linear layers and experts are stored and streamed. "bf16", "int8", "nf4" and "nf4-double" take 2, 1.02,
+        0.56 and 0.52 bytes a weight. "fp8", "fp8-rows" and "mxfp4" (1, 1, 0.53) keep the weights that the folder has in FP8 with scales for tiles of 128 x 128 or
+        for rows, or in MXFP4. The weights are dense bf16 while their module runs.
     device: "cpu" or "cuda".
-    micro_batches: for the prices that are printed.
+    micro_batches: in a step, for the printed costs.
+    seed: of stochastic rounding. allow_any_filesystem: accept storage on any file system, and without O_DIRECT.
     """
 
     budget: Budget

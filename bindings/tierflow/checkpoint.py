@@ -25,11 +25,11 @@ _FORMAT = 1
 
 
 def save_checkpoint(model: nn.Module, opt: AdamW, folder: str | os.PathLike) -> None:
-    """Writes what training changes, exactly, between two steps: fp32 masters and moments of streamed parameters, every ordinary parameter and buffer, the
-    optimizer's groups and counts, and the states of the random numbers of torch, numpy and Python.
+    """Writes exactly what training changes: fp32 masters and moments of streamed parameters, every ordinary parameter and buffer, the optimizer's groups and counts,
+    and the states of the random numbers of torch, numpy and Python. Call it between two steps.
 
-    Frozen streamed weights are not in it: they come from the folder that the model was loaded from. RAM is needed for ordinary tensors alone. A checkpoint
-    that is in `folder` already is replaced once the new one is complete on the drive. Schedulers and data loaders have state_dict()s of their own.
+    Frozen streamed weights are not in the checkpoint: they come from the folder that the model was loaded from. Only ordinary tensors take RAM. An older checkpoint in
+    `folder` is replaced when the new one is complete on the drive. Schedulers and data loaders have state_dict()s of their own.
     """
     engine, target = engine_of(model), Path(folder)
     partial, old = target.with_name(target.name + ".partial"), target.with_name(target.name + ".old")
@@ -54,9 +54,9 @@ def save_checkpoint(model: nn.Module, opt: AdamW, folder: str | os.PathLike) -> 
 
 
 def load_checkpoint(model: nn.Module, opt: AdamW, folder: str | os.PathLike) -> None:
-    """Puts a model and its optimizer, made as they were for save_checkpoint(), into the state that it saved. Budgets, storage and device may be others.
+    """Restores a model and its optimizer from the checkpoint of save_checkpoint(). They must have been made in the same way; budgets, storage and device may differ.
 
-    Raises InputError where the checkpoint belongs to another model, optimizer or precision; nothing has changed then.
+    Raises InputError if the checkpoint belongs to another model, optimizer or precision; nothing has changed then.
     """
     engine, target = engine_of(model), Path(folder)
     if engine.durable and (engine.journal is None or engine.journal.step):

@@ -19,19 +19,19 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")  # what would move a terminal's
 
 
 class Rows(torch.utils.data.Dataset):
-    """Sequences of one length, each a dictionary of int64 tensors [sequence_length] as transformers' models take them: `input_ids`; `labels`, not
-    shifted, -100 where a token is not trained on; and, where several rows share a sequence, `position_ids`, which begin anew with each row.
+    """Sequences of one length. Each is a dictionary of int64 tensors [sequence_length] as transformers' models take them: `input_ids`; `labels`, not shifted, -100 where a
+    token is not trained on; and, if several rows share a sequence, `position_ids`, which begin anew with each row.
 
-    files: a .tfd file, a folder that holds one, or several files with `weights`, their shares of the sequences. vocab_size: of the model; a larger id
-    is an error. packing: "auto" and "bfd" pack several rows a sequence, "none" pads, "concat" cuts; transformers' code of OPT, gpt-oss and models with recurrent
-    layers does not keep packed rows apart, and a streamed one of them raises UsageError: give it "none". held_out: the share of the sequences that
-    `held_out()` gives, and this does not; the program's default is 0.01. With the same seed and held_out the order is the program's: of its first epoch,
-    or of another after set_epoch(). Shuffle as you like.
+    files: a .tfd file, a folder that has one, or several files with `weights`, their shares of the sequences.
+    vocab_size: of the model; a larger token id is an error.
+    packing: "auto" and "bfd" pack several rows into a sequence, "none" pads, "concat" cuts. transformers' code of OPT, gpt-oss and models with recurrent layers does not
+        keep packed rows apart; a streamed model of these raises UsageError: use "none".
+    held_out: the share of the sequences that `held_out()` gives, and this object does not; the program's default is 0.01.
+    seed: with the program's seed and held_out, the order is that of the program's first epoch, or of another one after set_epoch(). You may shuffle as you like.
+    teacher: a file of write_teacher() or `tierflow eval --teacher-out` for these rows. Each sequence then also has `teacher_ids` int32 and `teacher_log_probabilities`
+        fp16 [sequence_length, K]: the tokens that the teacher found most likely to follow each position (tierflow.losses.Distillation).
 
-    teacher: a file of write_teacher() or `tierflow eval --teacher-out` for these rows. Each then also has `teacher_ids` int32 and `teacher_log_probabilities` fp16
-    [sequence_length, K]: what the teacher found likely to follow each position (tierflow.losses.Distillation).
-
-    A pickled one, as a DataLoader's worker gets it that is no fork, opens the files again. Raises InputError where they have other rows by then.
+    When it is unpickled, as in a DataLoader's worker that is not forked, it opens the files again. Raises InputError if they have other rows by then.
     """
 
     _more: dict[str, Any] = {}
@@ -75,19 +75,19 @@ class Rows(torch.utils.data.Dataset):
 
     @property
     def fingerprint(self) -> str:
-        """Equal where the sequences of every epoch are: the rows and what packs, mixes and orders them. tierflow.resume(data=rows) keeps it."""
+        """A text that is equal if the sequences of every epoch are equal: it depends on the rows and on how they are packed, mixed and ordered. For tierflow.resume()."""
         return f"rows {self._native.fingerprint():016x}" + (", held out" if self._held_out else "")
 
     @property
     def summaries(self) -> list[dict[str, Any]]:
-        """What became of the rows, for each dataset that is mixed, or for the one: what `tierflow data prepare --json` prints. examples, tokens, trained_tokens,
-        truncated, dropped, bad_rows and the first of them, how turns were found (masks), and a histogram of the examples' lengths."""
+        """How the rows became sequences, one dictionary for each mixed dataset, as `tierflow data prepare --json` prints it: examples, tokens, trained_tokens, truncated,
+        dropped, bad_rows and the first of them, how turns were found (masks), and a histogram of the examples' lengths."""
         return json.loads(self._native.summaries())
 
     def preview(self, count: int = 3, tokenizer: Any = None) -> str:
-        """The first sequences of training as text, what is trained on between {+ and +}: what `tierflow data preview` prints.
+        """The first training sequences as text, with trained tokens between {+ and +}, as `tierflow data preview` prints them.
 
-        tokenizer: a transformers tokenizer or a folder of one; left out, that of the model which prepare() named.
+        tokenizer: a transformers tokenizer or a folder that has one; by default that of the model that prepare() was given.
         """
         tokenizer = self._tokenizer if tokenizer is None else tokenizer
         if tokenizer is None:
@@ -119,7 +119,7 @@ class Rows(torch.utils.data.Dataset):
         return text + "\n"
 
     def set_epoch(self, epoch: int) -> None:
-        """From now on the sequences are those of the epoch with this number, from 0. Of a file with a small share of the mixture each epoch has others."""
+        """From now on the sequences are those of the epoch with this number, from 0. If files are mixed, each epoch has other sequences of a file with a small share."""
         if epoch < 0:
             raise _native.UsageError(f"epochs are counted from 0, not {epoch}")
         self._epoch = epoch
@@ -161,9 +161,9 @@ def as_transformers(ids: torch.Tensor, predicted: torch.Tensor, positions: torch
 
 
 class Pairs(Rows):
-    """Pairs of a chosen and a rejected answer, in a .tfd file that `tierflow data prepare` made of such rows: each a dictionary of int64 tensors `input_ids` and
-    `labels` [2, sequence_length], the chosen answer first. Labels count in the answers alone; what stands behind an answer is padding, which no token before
-    it sees. The arguments are those of Rows; pairs are neither packed nor taught."""
+    """Pairs of a chosen and a rejected answer, from a .tfd file that `tierflow data prepare` made of such rows. Each is a dictionary of int64 tensors `input_ids` and
+    `labels` [2, sequence_length], the chosen answer first. Labels count only in the answers. Padding follows an answer, so no token of it sees the padding. The
+    arguments are those of Rows, without packing and teacher."""
 
     _more = {"pairs": True}
 
@@ -200,12 +200,14 @@ def prepare(
     held_out: float = 0.0,
     seed: int = 0,
 ) -> Rows:
-    """Rows of conversations (.jsonl) as sequences for training: `tierflow data prepare`, with its formats, its rules and its bytes (docs/data.md).
+    """Prepares rows of conversations (.jsonl) as sequences for training, and opens them: `tierflow data prepare`, with its formats, rules and bytes (docs/data.md).
 
-    model: a folder with config.json, tokenizer and chat template. out: a .tfd file to write, which Rows() and `tierflow train --data` take; left out, the
-    rows stay in the cache alone. chat_template: a file, or the text of a template, in place of the tokenizer's. on_bad_row: "error", or "skip" counts them.
-    progress: hears of each phase how many bytes are done, and how many there are. cache: as --data-cache. The others are those of Rows, which has the
-    `summaries` of what was prepared, and a preview(). format="preference": rows of a chosen and a rejected answer, and what comes is Pairs. Raises InputError naming file, line and what is wrong with a row.
+    model: a folder with config.json, tokenizer and chat template.
+    out: a .tfd file to write, which Rows() and `tierflow train --data` take; by default the rows are only in the cache.
+    chat_template: a file, or the text of a template, instead of the tokenizer's. on_bad_row: "error", or "skip", which leaves bad rows out and counts them.
+    format: as --data-format. With "preference", for rows of a chosen and a rejected answer, the result is Pairs.
+    progress: called with the phase, and how many of how many bytes are done. cache: as --data-cache. The other arguments are those of Rows.
+    Returns Rows, which have `summaries` and preview(). Raises InputError, which names file, line and what is wrong with a row.
     """
     import transformers
 
@@ -254,10 +256,11 @@ def _template_file(template: str | os.PathLike | None) -> Iterator[str]:
 
 
 def write_teacher(trainer: Any, rows: Rows, out: str | os.PathLike, *, top: int = 64, batch: int = 4, at_once: int = 8, progress: Callable[[int, int], None] | None = None) -> None:
-    """What the trainer's model finds most likely at each position of `rows` that counts, as the file that Rows(teacher=...) and `tierflow train --distill` take.
+    """Writes the `top` tokens that the trainer's model finds most likely at each position of `rows` that counts, to a file for Rows(teacher=...) and `tierflow train
+    --distill`.
 
-    Forward only. All sequences, held-out ones too, in micro-batches of `batch`; `at_once` of them pass each module before the next one is fetched. The
-    temperature and what else a loss does with it come later. progress: hears how many sequences are done, and how many there are. `out` appears when whole.
+    Forward only. It takes all sequences, held-out ones too, in micro-batches of `batch` sequences; `at_once` micro-batches pass each module before the next module is
+    fetched. A temperature is applied later, by the loss. progress: called with how many of how many sequences are done. `out` appears when it is whole.
     """
     if rows._teacher is not None or rows._more:
         raise _native.UsageError("a teacher's file is made of rows that are neither pairs nor taught")

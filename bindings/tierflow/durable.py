@@ -32,25 +32,24 @@ _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "ma
 
 
 def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler | GradScaler, data: str | Rows = "") -> int:
-    """How many optimizer steps, calls of opt.step(), the state of a durable model has: 0 for a new one.
+    """Resumes a durable model, and returns how many optimizer steps (calls of opt.step()) its state has had: 0 for a new one.
 
-    Call it once, when model, optimizer and schedulers are made. load() or wrap() has already restored streamed weights and moments; a state of another model, one in use or a damaged one is refused there (UsageError,
-    LockedError, CorruptionError). This restores the rest of the last committed step: ordinary parameters and buffers, the optimizer's groups, the schedulers,
-    and the random states of torch, numpy and Python. From then on opt.step() commits.
+    Call it once, after model, optimizer and schedulers are made. load() or wrap() has already restored streamed weights and moments; there a state of another model, one
+    in use or a damaged one is refused (UsageError, LockedError, CorruptionError). resume() restores the rest of the last committed step: ordinary parameters and
+    buffers, the optimizer's groups, the schedulers, and the random states of torch, numpy and Python. From then on steps are committed.
 
         done = tierflow.resume(model, opt, schedule)
         for step in range(done, steps):
             ...
 
-    data: the tierflow.data.Rows, of which the fingerprint counts, or any text that names the data and how the loop draws from it; a run that was begun with
-    another one is not gone on with.
+    data: the tierflow.data.Rows, whose fingerprint counts, or any text that names the data and how the loop draws from it. A state of a run with other data is refused.
 
-    schedules: the schedulers of the optimizer's groups; a torch.amp.GradScaler among them has nothing to commit where it is made with enabled=False, else it is refused.
+    schedules: the schedulers of the optimizer's groups. A torch.amp.GradScaler made with enabled=False may be among them and has nothing to commit; an enabled one is refused.
 
-    Learning rates and the schedulers' settings are those given now. Where they are not those of before, the schedulers are brought to their place by as many
-    calls of step() as they had, one of each in turn.
+    Learning rates and the schedulers' settings are those of this script. If they differ from those of the run so far, each scheduler's step() is called as often as it
+    was called in the run, one scheduler after the other in each step.
 
-    Raises UsageError where they are made in another way than in the run whose state it is; nothing has changed then.
+    Raises UsageError if model, optimizer or schedulers were made in another way than in the run so far; nothing has changed then.
     """
     engine = engine_of(model)
     if not engine.durable:

@@ -21,11 +21,11 @@ register()
 
 
 class TierflowCallback(TrainerCallback):
-    """Makes a Trainer's checkpoints resume bit for bit, and adds what moved between the tiers to its logs: GB since the log before, by lane, and the share
-    of time each lane was busy.
+    """Lets a Trainer resume from its checkpoints bit for bit, and adds to its logs for each lane the GB that moved since the last log and the share of time in which the
+    lane was busy.
 
-    TierflowCallback().attach(trainer), not callbacks=[...]: it needs the trainer, and comes before the callbacks that write logs elsewhere (TensorBoard, W&B).
-    Each checkpoint folder then has a folder `tierflow` (tierflow.save_checkpoint()), which train(resume_from_checkpoint=...) loads again.
+    Use TierflowCallback().attach(trainer), not callbacks=[...]: the callback needs the trainer, and must come before the callbacks that write logs elsewhere
+    (TensorBoard, W&B). Each checkpoint folder then has a folder `tierflow` (tierflow.save_checkpoint()), which train(resume_from_checkpoint=...) loads again.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class TierflowCallback(TrainerCallback):
 
 
 def attach_accelerator(accelerator: Any, opt: AdamW) -> None:
-    """Lets accelerator.save_state() and load_state() stream the model that `opt` trains, a folder `tierflow` in theirs, so that a loop resumes bit for bit."""
+    """Lets accelerator.save_state() and load_state() stream the model that `opt` trains, to and from a folder `tierflow` in their folder, so that a loop resumes bit for bit."""
 
     def is_streamed(model: Any) -> bool:
         return any(isinstance(p, StreamedParameter) for p in model.parameters())

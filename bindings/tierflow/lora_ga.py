@@ -26,12 +26,12 @@ class LoraGA:
         trainer = tierflow.Trainer(model, tierflow.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4))
         first.begin(trainer, micro_batches)
 
-    A layer gives W x + scale * (B A x - B0 A0 x) from then on, where A0 and B0, frozen buffers, are what A and B begin with: without dropout training begins with
-    the model, to the bit. save_pretrained() writes an ordinary LoRA of twice the rank for the unchanged base, [A; A0] and [B, -B0], as the program does
+    From then on a layer gives W x + scale * (B A x - B0 A0 x). A0 and B0 are frozen buffers with the first values of A and B. So without dropout training begins with
+    the unchanged model, to the bit. save_pretrained() writes an ordinary LoRA of twice the rank for the unchanged base, [A; A0] and [B, -B0], as the program does
     (docs/adapters.md), and merging adds that.
 
-    method: "lora-ga" as the paper has it, or "lora_ga" as PEFT's LoraGAConfig has it by default. Of a durable model, make the object before tierflow.resume(), and
-    call begin() where that says 0. Raises UsageError for layers that have other variants of LoRA (DoRA), and ranks above half of a weight's smaller side.
+    method: "lora-ga" as in the paper, or "lora_ga" as in PEFT's LoraGAConfig by default. For a durable model, make the object before tierflow.resume(), and call begin()
+    after it, only if it returned 0. Raises UsageError for layers that have other variants of LoRA (DoRA), and for ranks above half of a weight's smaller side.
     """
 
     def __init__(self, model: nn.Module, *, method: str = "lora-ga", adapter: str = "default", seed: int = 0) -> None:
@@ -51,8 +51,8 @@ class LoraGA:
             layer.attach()
 
     def begin(self, trainer: Trainer, micro_batches: Sequence[Any]) -> None:
-        """One forward and backward over the micro-batches of a step, through the trainer's loss; no update. The gradients of the adapted weights of one module are
-        there at a time, 4 bytes each, in torch's memory; each is decomposed on the CPU as the backward leaves the module. Gradients that the model has are dropped."""
+        """One forward and backward over the micro-batches of a step, with the trainer's loss and without an update. Only the gradients of one module's adapted weights
+        exist at a time, 4 bytes a weight, in torch's memory. Each is decomposed on the CPU as the backward leaves the module. Gradients that the model had are dropped."""
         if trainer.model is not self._model:
             raise _native.UsageError("the trainer is another model's")
         gathering = _Gathering(self._engine, self._finish)

@@ -1,6 +1,6 @@
-"""Losses for tierflow.Trainer beside the model's own: of pairs of answers (DPO, SimPO, ORPO), and of a teacher's most likely tokens.
+"""Losses for tierflow.Trainer: for pairs of answers (DPO, SimPO, ORPO), and for a teacher's most likely tokens (Distillation).
 
-Each is called with (model, micro_batch), as Trainer's `loss`, and serves any causal model of transformers, streamed or not. Sums over tokens are fp32.
+Each is called with (model, micro_batch), as Trainer's `loss`, and works with any causal model of transformers, streamed or not. Sums over tokens are fp32.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def log_probabilities(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tenso
 
 @dataclasses.dataclass
 class PairLoss:
-    """What the losses of pairs share. A micro-batch has `input_ids` and `labels` [pairs, 2, tokens], the chosen and the rejected answer, as a DataLoader
-    makes them of tierflow.data.prepare_pairs(); or [2 * pairs, tokens], a chosen row and its rejected one in turns. Labels count in the answers alone."""
+    """The common part of the losses for pairs. A micro-batch has `input_ids` and `labels` [pairs, 2, tokens], the chosen and the rejected answer, as a DataLoader
+    makes them of tierflow.data.Pairs; or [2 * pairs, tokens], each chosen row followed by its rejected one. Labels count only in the answers."""
 
     beta: float = 0.1
 
@@ -113,9 +113,9 @@ class PairLoss:
 class DPO(PairLoss):
     """-log sigmoid(beta * ((log p(c) - log p0(c)) - (log p(r) - log p0(r)))): Rafailov et al., 2023; TRL's DPOTrainer.
 
-    p0 is the reference. A micro-batch may bring it: `reference` [pairs, 2], what log_probabilities() gave of the model before its first step. Where it does
-    not, tierflow.Trainer computes it of a PEFT model with its adapters off, in the visits of the step itself. The base
-    is read no more often for it, unless the model has modules_to_save or a prompt: then it takes a pass of its own ahead of each step.
+    p0 is the reference. A micro-batch may bring it: `reference` [pairs, 2], which log_probabilities() gave before the model's first step. If it does not, and the model
+    is a PEFT model, tierflow.Trainer computes it with the adapters switched off, in the visits of the step itself. The base is then read no more often, unless the model
+    has modules_to_save or a prompt: these need a pass of their own ahead of each step.
     """
 
     def of_pairs(self, sums: torch.Tensor, counts: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -168,10 +168,10 @@ class ORPO(PairLoss):
 
 @dataclasses.dataclass
 class Distillation:
-    """ce_alpha * CE + alpha * KD of each position, with T = temperature: the formula of docs/distillation.md, and of `tierflow train --distill`.
+    """ce_alpha * CE + alpha * KD for each position, with T = temperature: the formula of docs/distillation.md and of `tierflow train --distill`.
 
-    A micro-batch has `labels`, and `teacher_ids` and `teacher_log_probabilities` [rows, tokens, K]: what the teacher found likely to follow each position, as
-    tierflow.data.Rows(teacher=...) gives them. The loss is the mean over the micro-batch's positions whose label counts.
+    A micro-batch has `labels`, and `teacher_ids` and `teacher_log_probabilities` [rows, tokens, K]: the tokens that the teacher found most likely to follow each
+    position, as tierflow.data.Rows(teacher=...) gives them. The loss is the mean over the micro-batch's positions whose label counts.
     """
 
     alpha: float = 0.9

@@ -40,8 +40,9 @@ def plan(
 ) -> Plan:
     """Plans how a model streams under a budget, and what a step costs: `print(plan)`.
 
-    source: a model folder (config.json), or a module. budget: a Budget, or "auto": a third of the free RAM for the device and half for the host (it does not look at a GPU's memory); `storage` goes with "auto".
-    options: the other fields of Plan. Raises UsageError naming the smallest budget that works.
+    source: a model folder (config.json), or a module. budget: a Budget, or "auto": a third of the free RAM for the device and half for the host (it does not look
+        at a GPU's memory). storage: folders for "auto"; a Budget has its own. options: the other fields of Plan.
+    Raises UsageError if the budget is too small; it names the smallest that works.
     """
     if isinstance(budget, str):
         if budget != "auto":
@@ -60,12 +61,12 @@ def plan(
 def load(
     path: str | os.PathLike, plan: Plan | Budget, *, model_class: Any = None, attn_implementation: str | None = None, fused_layers: bool = False
 ) -> Any:
-    """The transformers model in a folder, its parameters streaming; in eval mode, as from_pretrained() leaves it.
+    """Loads the transformers model in a folder so that its parameters stream. It is in eval mode, as after from_pretrained().
 
-    Weights go from safetensors to storage without being in RAM at once. model_class: where config.json names none, or another.
-    attn_implementation: as of from_pretrained(); "tierflow" is the program's own attention for the CPU device, which is faster there and has other bits.
-    fused_layers: as of wrap().
-    The model's save_pretrained() streams as well. Raises InputError naming tensors that the folder lacks.
+    Weights go from safetensors to storage without being in RAM at once. The model's save_pretrained() streams as well.
+    model_class: the class to use if config.json names none, or another one.
+    attn_implementation: as in from_pretrained(); "tierflow" is the program's own attention for the CPU device, which is faster there and has other bits.
+    fused_layers: as in wrap(). Raises InputError if the folder lacks tensors; it names them.
     """
     path = Path(path)
     model: Any = _build(path, model_class, attn_implementation)
@@ -78,12 +79,12 @@ def load(
 
 
 def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLike | None = None, fused_layers: bool = False) -> Any:
-    """Makes a module's parameters stream, in place, and returns it.
+    """Makes a module's parameters stream, in place, and returns the module.
 
-    Weights are then computed with in bf16 (their fp32 values become the master): feed it what a bf16 model takes. Buffers stay as they are.
-    checkpoint: a folder of safetensors with the module's parameters, for one made under tierflow.init_empty().
-    fused_layers: the layers of dense decoders (docs/python.md has the list), plain embeddings and heads, and transformers' causal loss are computed by the program's
-        own layers: faster, with other last bits. A call that these do not cover (padding, an adapter inside, dropout) runs the module's code, and says so once.
+    It then computes in bf16 (fp32 weights become the masters): give it the inputs of a bf16 model. Buffers stay as they are.
+    checkpoint: a folder of safetensors with the module's parameters, for a module made under tierflow.init_empty().
+    fused_layers: the program's own layers compute the layers of dense decoders (docs/python.md has the list), plain embeddings and heads, and transformers' causal
+        loss. They are faster and have other last bits. A call that they do not cover (padding, the model's own dropout) runs the module's code, and says so once.
     """
     if isinstance(plan, Budget):
         plan = Plan(budget=plan)
@@ -138,9 +139,9 @@ def engine_of(module: nn.Module) -> Engine:
 
 
 def close(module: nn.Module, *, discard: bool = False) -> None:
-    """Ends a streamed module now: memory and files are given back, its weights are gone. A module that is garbage-collected gives them back too, but commits nothing.
+    """Ends streaming: memory and files are given back, and the module's weights are gone. A module that is garbage-collected gives them back too, but commits nothing.
 
-    A durable one commits what its last step left, and its state stays. discard: the state is removed, too; for a run whose result is saved.
+    A durable module first commits its last step, and its state stays. discard: the state is removed instead; use it when the result is saved.
     """
     engine = engine_of(module)
     if discard and engine.durable:
@@ -154,10 +155,11 @@ def close(module: nn.Module, *, discard: bool = False) -> None:
 
 
 def stats(module: nn.Module) -> dict[str, Any]:
-    """What a streamed module did so far, as a dictionary. memory: bytes by tier, with activations_share and activations_peak. lanes: for each lane tasks, bytes
-    and busy_seconds. skipped_steps. departures: turns that came in another order than the last time. where: a text that says what lives where.
+    """What a streamed module has done so far, as a dictionary. memory: bytes by tier, with activations_share and activations_peak. lanes: for each lane tasks, bytes
+    and busy_seconds. skipped_steps: their number. departures: turns that came in another order than the last time. where: a text that says what lives where.
 
-    activations_peak is measured, on the CPU where a module's recomputation ends: what the model's own tensors took, beside their share of the device budget.
+    activations_peak: the most bytes that the model's own tensors took; activations_share is their share of the device budget. On the CPU the peak is read where a
+    module's recomputation ends.
     """
     engine = engine_of(module)
     return {
@@ -170,14 +172,14 @@ def stats(module: nn.Module) -> dict[str, Any]:
 
 
 def save(module: nn.Module, folder: str | os.PathLike, max_shard_size: int | str = "5GB") -> None:
-    """Streams the module's weights (bf16) and floating-point buffers as safetensors into a folder, pending updates included: what it computes with now, under
+    """Writes the module's weights (bf16) and floating-point buffers as safetensors to a folder, streamed, owed updates included: what it computes with now, under
     the names of its state_dict()."""
     _write(module, folder, max_shard_size, lambda state: (plain_parts(state), []))
 
 
 def merge(model: str | os.PathLike, adapter: str | os.PathLike, out: str | os.PathLike) -> None:
-    """Writes the model in a folder with the adapters of PEFT's folder added to its weights: W + scale * B A in fp32, rounded to bf16 once, streamed, without the
-    model in RAM. `tierflow merge`. out: a folder that is not there yet, or empty; it gets the tokenizer too. Raises InputError where they do not fit."""
+    """Writes the model in a folder with the adapters of a PEFT folder added to its weights, as `tierflow merge` does: W + scale * B A in fp32, rounded to bf16 once,
+    streamed, without the model in RAM. out: a folder that does not exist yet, or is empty; it gets the tokenizer too. Raises InputError if the adapters do not fit."""
     if broken := _native.merge(os.fspath(model), os.fspath(adapter), os.fspath(out)):
         log.warning("the values of %s are not all finite: what was merged in %s is of no use", broken, os.fspath(out))
 

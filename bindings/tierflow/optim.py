@@ -36,13 +36,13 @@ register_optimizer_step_pre_hook(_refuse_others)
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW (decoupled weight decay) over streamed parameters, and over ordinary ones among them (LoRA adapters, say).
+    """AdamW (decoupled weight decay) over streamed parameters, and over ordinary ones such as LoRA adapters.
 
-    Moments of streamed parameters live where the plan puts them. step() does not wait for the updates: each is done before its module's next forward().
-    A step with a gradient that is not finite is skipped whole. params, lr, betas, eps and weight_decay mean what they mean in torch.optim.AdamW, and may differ
-    by parameter group. Two defaults differ: lr is 1e-5 (torch: 1e-3), weight_decay is 0 (torch: 0.01). Schedulers work as usual. As in torch, weight_decay applies to every parameter of its group.
+    Moments of streamed parameters live where the plan puts them. step() does not wait for the updates: each runs before its module's next forward(). If a gradient is
+    not finite, the whole step is skipped. params, lr, betas, eps and weight_decay mean what they mean in torch.optim.AdamW, and may differ by parameter group. As in
+    torch, weight_decay applies to every parameter of its group. Two defaults differ: lr is 1e-5 (torch: 1e-3), weight_decay is 0 (torch: 0.01). Schedulers work as usual.
 
-    state_dict() holds groups, step counts and the state of ordinary parameters, not the moments of streamed ones, which tierflow.save_checkpoint() streams.
+    state_dict() has groups, step counts and the state of ordinary parameters. It does not have the moments of streamed parameters; tierflow.save_checkpoint() writes them.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Turns gradients into updates. closure: computes the loss anew, as in torch. Of a durable model, first commits the step before."""
+        """Turns gradients into updates. closure: computes the loss anew, as in torch. For a durable model, first completes the commit of the step before."""
         if self.journal is None and any(engine.durable for engine in self.engines):
             raise _native.UsageError("the model is durable: call done = tierflow.resume(model, opt) with its one optimizer before the first step")
         if self.journal is not None:

@@ -16,30 +16,31 @@ from .losses import as_rows, what_follows
 
 
 class Session:
-    """A model in a folder whose state streams, and its steps: what `tierflow train` runs, without its loop. The model is not a module: its layers are the runtime's.
+    """A model in a folder whose state streams, and its steps: what `tierflow train` runs, without its loop. The model is not a torch module; the runtime computes its layers.
 
         session = tierflow.Session("path/to/model", budget, method="lora", adapters={"rank": 8, "alpha": 16}, loss={"kind": "dpo"}, micro_batch=2, sequence_length=1024)
         for batch in torch.utils.data.DataLoader(pairs, batch_size=2, shuffle=True):
             print(session.step([batch]))
         session.save("out")
 
-    method: "full"; "lora", adapters beside a base that is never written; or "galore", projected gradients (docs/galore.md). adapters: of "lora" rank, alpha,
-    dropout, rank_stabilised, dora, targets, exclude, layers, parameters, parameters_alone, saved, init; of "galore" rank, update_gap, scale, targets, exclude, layers.
-    adapter: PEFT's folder to begin with. base_precision: of "lora". loss: kind "cross-entropy", "dpo", "simpo" or "orpo", with beta and gamma; or with top
-    (tokens that a teacher named), alpha, ce_alpha and temperature. With "lora", the reference of dpo is the model without its adapters: each step computes it
-    while a layer is there. Else each micro-batch brings a `reference`: `log_probabilities` of evaluate() before the first step.
+    method: "full"; "lora", adapters beside a base that is never written; or "galore", projected gradients (docs/galore.md).
+    adapters: a dictionary. For "lora": rank, alpha, dropout, rank_stabilised, dora, targets, exclude, layers, parameters, parameters_alone, saved, init. For "galore":
+        rank, update_gap, scale, targets, exclude, layers. adapter: a PEFT folder to begin with. base_precision: for "lora", how the base is stored.
+    loss: a dictionary. kind "cross-entropy", "dpo", "simpo" or "orpo", with beta and gamma; or for distillation top (the number of tokens that the teacher named for
+        each position), alpha, ce_alpha and temperature. With "lora", the reference of dpo is the model without its adapters, and each step computes it in its own
+        visits. Otherwise each micro-batch brings a `reference`: `log_probabilities` of evaluate() before the first step.
 
-    A micro-batch is a dictionary of tensors [rows, sequence]: `input_ids`, `labels` as transformers has them (or `targets`, what each position predicts),
-    `position_ids` where rows are packed; of pairs also [pairs, 2, sequence]. A step takes exactly micro_batches of them, each of at most micro_batch sequences
-    (of pairs: pairs) of at most sequence_length tokens.
+    A micro-batch is a dictionary of tensors [rows, sequence]: `input_ids`, `labels` as in transformers (or `targets`, what each position predicts), and `position_ids`
+    if rows are packed. Pairs may also be [pairs, 2, sequence]. A step takes exactly micro_batches of them, each of at most micro_batch sequences (or pairs) of at most
+    sequence_length tokens.
 
-    lr_schedule: "constant", or "linear" or "cosine" to 0 after `steps`, the steps of the whole run; warmup: steps in which the learning rate rises to lr. As
-    `tierflow train` has them.
+    lr_schedule: "constant", or "linear" or "cosine", which fall to 0 after `steps`, the steps of the whole run. warmup: steps in which the learning rate rises to lr.
+    These are as in `tierflow train`.
 
-    Budget(durable=True) commits every step, durable=N every N: a session that is made in the same way, after this process was killed, goes on behind the last
-    step that was committed (`steps`). data: any text that names the data, or the tierflow.data.Rows themselves: a run that was begun with others is refused.
+    Budget(durable=True) commits every step, durable=N every N steps. If the process was killed, a session that is made in the same way resumes after the last committed
+    step (`steps`). data: any text that names the data, or the tierflow.data.Rows themselves; a state of a run with other data is refused.
 
-    On the CPU device, torch's tensors of the whole process count within the device budget while the session is there.
+    On the CPU device, all tensors that torch has in the process count within the device budget while the session exists.
     """
 
     def __init__(
@@ -98,19 +99,21 @@ class Session:
         return {name: value for name, value in given.items() if name not in ("labels", "attention_mask")}
 
     def step(self, micro_batches: Sequence[Mapping[str, Any]], lr: float | None = None) -> dict[str, Any]:
-        """One optimizer step, with the learning rate of the schedule unless lr is given. `loss`, `lr`, `grad_norm`, `skipped`, `tokens`, `seconds`; of pairs `rewards/...` with TRL's names; with a teacher `ce_loss` and `kd_loss`.
+        """One optimizer step, with the learning rate of the schedule unless lr is given. Returns `loss`, `lr`, `grad_norm`, `skipped`, `tokens`, `seconds`; for pairs also
+        `rewards/...` with TRL's names; with a teacher also `ce_loss` and `kd_loss`.
 
-        With "galore", the first step of each window first makes its projections of the same micro-batches' gradient.
+        With "galore", the first step of each window first makes its projectors from the gradient of the same micro-batches.
         """
         return self._native.step([self._as_program(batch) for batch in micro_batches], lr)
 
     def evaluate(self, micro_batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """`loss`, `perplexity`, `accuracy` and `tokens` over any number of micro-batches, forward only: as `tierflow eval` has them. Up to 32 share each fetch. Of pairs `log_probabilities` of each row, and, where there is a reference, the loss
-        of pairs and the rewards. With top=: `top`, for each micro-batch ids and log-probabilities [tokens, top] of what is likeliest to follow each position."""
+        """Returns `loss`, `perplexity`, `accuracy` and `tokens` over any number of micro-batches, forward only, as `tierflow eval` does. Up to 32 micro-batches share each
+        fetch. For pairs also `log_probabilities` of each row, and, if there is a reference, the preference loss and the rewards. With Session(top=N) also `top`: for each
+        micro-batch ids and log-probabilities [tokens, N] of the tokens that are most likely to follow each position."""
         return self._native.evaluate([self._as_program(batch) for batch in micro_batches])
 
     def save(self, folder: str | os.PathLike) -> None:
-        """The model as a Hugging Face folder (tokenizer files are yours to copy), or with "lora" its adapters as PEFT's."""
+        """Writes the model as a Hugging Face folder (copy the tokenizer files yourself), or with "lora" its adapters as a PEFT folder."""
         bad = self._native.export(os.fspath(folder), self._folder)
         if bad:
             raise _native.NumericError(f"{os.fspath(folder)}: {bad} holds an infinity or a NaN")
@@ -121,11 +124,11 @@ class Session:
 
     @property
     def computes_reference(self) -> bool:
-        """Whether the loss takes the model without its adapters as its reference, computed in the visits of each step."""
+        """Whether each step computes the loss's reference in its own visits: the model without its adapters."""
         return self._native.computes_reference
 
     def bytes_moved(self) -> dict[str, int]:
-        """Since it began, by lane: `disk_read`, `disk_write`, `upload`, `download`, ..."""
+        """Bytes since the session began, by lane: `disk_read`, `disk_write`, `upload`, `download`, ..."""
         return self._native.lanes()
 
     def describe(self) -> str:
@@ -134,7 +137,7 @@ class Session:
 
     @property
     def notes(self) -> Any:
-        """What your loop wants to find again when it goes on, anything that JSON holds: it is committed with the state. None until it is set."""
+        """Any JSON value that your loop wants to find again when it resumes. It is committed with the state. None until it is set."""
         return json.loads(self._native.notes or "null")
 
     @notes.setter
@@ -142,11 +145,11 @@ class Session:
         self._native.notes = json.dumps(notes)
 
     def commit(self) -> None:
-        """Makes the state durable now, and not with the next step that commits."""
+        """Makes the state durable now, instead of with the next step that commits."""
         self._native.commit()
 
     def close(self, discard: bool = False) -> None:
-        """Gives memory and files back. A durable session first commits the last step, unless discard: then its state goes."""
+        """Gives memory and files back. A durable session first commits the last step. discard: it removes its state instead."""
         self._native.close(discard)
 
     def __enter__(self) -> Session:

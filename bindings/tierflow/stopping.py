@@ -14,7 +14,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stop:
-    """True once a signal asked the loop to end. signal: which; 0 before that."""
+    """True after a signal has asked the loop to end. signal: its number; 0 before."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -25,17 +25,17 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """While it lasts, the first SIGINT, SIGTERM or SIGHUP interrupts nothing: it makes true what this gives, and the loop ends where it looks. A second one does
-    what it did before.
+    """Context in which the first SIGINT, SIGTERM or SIGHUP interrupts nothing, but makes the Stop that it gives true, so that the loop can end where it looks at it.
+    A second signal does what it did before.
 
         with tierflow.stop_signals() as stop:
             for step in range(done, steps):
                 ...
                 if stop:
                     break
-        tierflow.close(model)  # of a durable model, commits the last step
+        tierflow.close(model)  # for a durable model, commits the last step
 
-    A signal that is ignored, as SIGHUP under nohup, stays ignored. In the main thread alone: Python has signals nowhere else.
+    A signal that is ignored, as SIGHUP under nohup, stays ignored. Only for the main thread, because Python handles signals nowhere else.
     """
     if threading.current_thread() is not threading.main_thread():
         raise _native.UsageError("stop_signals() is for the main thread: Python handles signals nowhere else")

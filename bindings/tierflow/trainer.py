@@ -26,7 +26,7 @@ log = logging.getLogger("tierflow")
 
 @dataclasses.dataclass
 class StepResult:
-    """loss: the mean over micro-batches, before the update. grad_norm: global, before clipping. skipped: something was not finite."""
+    """loss: the mean over micro-batches, before the update. grad_norm: global, before clipping. skipped: a gradient was not finite, so the step changed nothing."""
 
     loss: float
     grad_norm: float
@@ -172,15 +172,15 @@ class _Beside:
 
 
 class Trainer:
-    """Steps over several micro-batches for which each module's weights are fetched once in each direction, whatever their number.
+    """Layer-major steps: for all micro-batches of a step, each module's weights are fetched once in each direction.
 
-    The model's code is unchanged: each micro-batch runs in a thread of its own, stopped at every streamed module; one runs at a time, so nothing in the
-    model needs to be thread-safe, but what one forward() leaves in the model for a later call may not be its own. Losses and gradients are bit for bit
-    those of a loop that calls `(loss / len(micro_batches)).backward()` for each micro-batch in turn; there are two exceptions with more than one micro-batch: gradients of tied
-    weights add up in another order, and dropout draws its random numbers layer by layer.
+    The model's code is unchanged. Each micro-batch runs in a thread of its own, which stops at every streamed module. Only one thread runs at a time, so nothing in the
+    model needs to be thread-safe; but if one forward() leaves a value in the model for a later call, another micro-batch may have replaced it. Losses and gradients are
+    bit for bit those of a loop that calls `(loss / len(micro_batches)).backward()` for each micro-batch in turn, with two exceptions for more than one micro-batch:
+    gradients of tied weights add up in another order, and dropout draws its random numbers layer by layer.
 
-    model: streamed, or a PEFT model over one. opt: a tierflow.optim.AdamW. loss: called with (model, micro_batch) and returns the micro-batch's loss;
-    default `model(**micro_batch).loss`. Those of tierflow.losses may be named: "dpo", "simpo", "orpo". clip: largest global gradient norm; None: no clipping.
+    model: a streamed model, or a PEFT model over one. opt: a tierflow.optim.AdamW. loss: a function of (model, micro_batch) that returns the micro-batch's loss, by
+    default `model(**micro_batch).loss`; or "dpo", "simpo" or "orpo" (tierflow.losses). clip: largest global gradient norm; None: no clipping.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Trainer:
         self._said = False
 
     def step(self, micro_batches: Sequence[Mapping[str, Any] | Any]) -> StepResult:
-        """One optimizer step over the micro-batches. Ends with the gradients dropped, as after zero_grad(); put the model into train() mode yourself."""
+        """One optimizer step over the micro-batches. Afterwards there are no gradients, as after zero_grad(). Put the model into train() mode yourself."""
         started = time.monotonic()
         loss = self.backward(micro_batches)
         norm = self._clip()
@@ -206,7 +206,7 @@ class Trainer:
         return StepResult(loss, norm, self.engine.skipped != skipped, time.monotonic() - started)
 
     def backward(self, micro_batches: Sequence[Any]) -> float:
-        """Forward and backward alone: gradients are there afterwards, as after a loop of backward(). Returns the mean loss."""
+        """Only forward and backward: afterwards there are gradients, as after a loop of backward(). Returns the mean loss."""
         if not micro_batches:
             raise _native.UsageError("a step takes at least one micro-batch")
         beside = self._beside(micro_batches)
@@ -222,8 +222,8 @@ class Trainer:
             raise
 
     def evaluate(self, micro_batches: Sequence[Any], function: Callable[[nn.Module, Any], Any] | None = None) -> list[Any]:
-        """What `function(model, micro_batch)` gives for each, without gradients: all micro-batches pass a module before the next module is fetched. Default: the
-        loss, as a number. Put the model into eval() mode yourself."""
+        """Returns the result of `function(model, micro_batch)` for each micro-batch, without gradients; by default the loss, as a number. All micro-batches pass a module
+        before the next module is fetched. Put the model into eval() mode yourself."""
         find = function or (lambda model, batch: float(self._loss(model, batch)))
         beside = self._beside(micro_batches) if function is None else _Beside(list(micro_batches))
         lanes = self._lanes_for(len(micro_batches) + len(beside.batches))

@@ -1,7 +1,7 @@
 #pragma once
 // FRONT DOOR of base, which every other folder of runtime uses: files, JSON, signals and the machine. No torch.
-// Exception is what runtime throws for errors of the caller, a file or the machine; a defect of Tierflow is a
-// std::logic_error. It carries the io::Error that says what failed, where, and what to do.
+// runtime throws Exception for errors of the caller, a file or the machine. It carries the io::Error that says what
+// failed, where, and what to do. A defect of Tierflow is a std::logic_error.
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -27,7 +27,7 @@ T value_or_throw(io::Result<T> result) {
   return std::move(result).value();
 }
 
-// Throws: `where` is the file or option that is wrong, `detail` what is wrong with it and what to do.
+// Throws Exception. where: the file or option that is wrong. detail: what is wrong with it, and what to do.
 [[noreturn]] inline void fail(io::ErrorKind kind, std::string where, std::string detail) {
   throw Exception(io::Error{.kind = kind, .path = std::move(where), .detail = std::move(detail)});
 }

@@ -1,12 +1,12 @@
 #pragma once
-// FRONT DOOR of data. Text, token files and rows of conversations in, training sequences of one length out.
+// FRONT DOOR of data. Turns text, token files and rows of conversations into training sequences of one length.
 //
-// Text: documents (a text file, a jsonl line) follow one another, with the tokenizer's end-of-text token after each
-// where it has one, and with a zero byte between them where tokens are bytes; sequences are cut without regard to
-// documents, and what is left at the end is dropped.
+// Text: documents (a text file, a jsonl line) follow one another. After each comes the tokenizer's end-of-text token if
+// it has one; if tokens are bytes, a zero byte separates documents. Sequences are cut without regard to documents, and
+// what is left at the end is dropped.
 // Rows (messages, prompts and completions, token ids; see docs/data.md): each is an example with tokens that are
-// trained on and others that are not; packed as the options say. Tokens live in a file and are read where they are
-// needed; the dataset's memory does not grow with its size.
+// trained on and others that are not; the options say how they are packed.
+// Tokens live in a file and are read when they are needed; the dataset's memory does not grow with its size.
 #include <array>
 #include <cstdint>
 #include <filesystem>
@@ -21,13 +21,13 @@
 
 namespace tierflow {
 
-// Pairs of a chosen and a rejected answer, which only a preference loss takes.
+// Whether rows are pairs of a chosen and a rejected answer, which only a preference loss takes.
 enum class Pairs : std::uint8_t { none, only, either };
 
 struct DataOptions {
   std::vector<std::filesystem::path>
       paths;                    // files or folders of .txt, .py, .md, .jsonl, .npy, .bin; prepared .tfd files
-  std::vector<double> weights;  // one for each path: its share of the sequences; empty: all are one whole
+  std::vector<double> weights;  // one for each path: its share of the sequences; empty: all paths are one dataset
   std::string format = "auto";  // of .jsonl rows: auto, or what row_format() returns
   std::string jsonl_field = "text";
   std::string train_on = "assistant";   // which tokens of a row: assistant (turns and completions), all
@@ -41,15 +41,15 @@ struct DataOptions {
   std::int64_t vocab_size = 0;  // token ids beyond it are an error of kind input
   Pairs pairs = Pairs::none;    // whether the rows are to be pairs: others are an error of kind usage
   std::int64_t sequence_length = 512;
-  double held_out = 0.01;  // share of the sequences kept for evaluation, at least one where there are two
+  double held_out = 0.01;  // share of the sequences kept for evaluation; at least one sequence if there are two
   std::uint64_t seed = 0;  // of the shuffle
   bool skip_bad_records =
-      false;  // count, rather than refuse, documents that are not UTF-8 and jsonl lines that are not as said
+      false;  // leave out and count documents that are not UTF-8 and malformed jsonl lines; false: they are an error
   double tokenizer_seconds = 300;  // longest silence of the tokenizer before it is stopped
   Progress progress;               // of preparing rows; may be empty
 };
 
-// What became of rows.
+// How rows became sequences.
 struct RowSummary {
   bool pairs = false;                      // an example is a pair of rows, each a sequence
   std::int64_t examples = 0, tokens = 0;   // prepared, before any is cut
@@ -63,7 +63,7 @@ struct RowSummary {
   std::filesystem::path prepared;          // the file of rows
 };
 
-// What became of one of the datasets that are mixed, or of all data where none are.
+// How one of several mixed datasets became sequences; if none are mixed, all data.
 struct DataSummary {
   std::vector<std::filesystem::path> paths;
   double share = 1;
@@ -88,42 +88,45 @@ class Dataset {
   Dataset& operator=(Dataset&&) noexcept;
   ~Dataset();
 
-  // Of one epoch. Where datasets are mixed it ends with the one that is used up first; the others go on in the next.
+  // The number in one epoch. If datasets are mixed, an epoch ends when one of them is used up; the others continue in
+  // the next epoch.
   std::int64_t training_sequences() const;
   std::int64_t held_out_sequences() const;
   std::int64_t sequence_length() const;
   std::int64_t tokens() const;
   std::int64_t skipped_records() const;
-  // Hash of the packed tokens and of the options that shape sequences: equal means that a position can be resumed.
+  // Hash of the packed tokens and of the options that shape sequences. If it is equal, a run can resume with this data.
   std::uint64_t fingerprint() const;
-  // Hash of all sequences by number, with what counts in each: without their order, and which are held out.
+  // Hash of all sequences by number, and of which tokens count in each. Their order, and which are held out, do not
+  // matter.
   std::uint64_t sequences_hash() const;
   std::vector<DataSummary> summaries() const;
-  // The prepared rows as a file that `paths` take, a .tfd: it is there whole, or not. Throws Exception (kind usage) for
-  // text and for data that is mixed.
+  // Writes the prepared rows as a .tfd file that `paths` take. The file appears when it is whole. Throws Exception
+  // (kind usage) for text and for mixed data.
   void write_rows(const std::filesystem::path& out) const;
   // Sequences 2k and 2k + 1, of training and held out, are the chosen and the rejected answer of one pair: pairs stay
   // together in every order.
   bool pairs() const;
-  // Documents in a sequence do not see each other: positions begin anew with each, and mean something.
+  // Documents in a sequence do not see each other: `positions` begins anew with each.
   bool isolated() const;
 
   // The `index`-th training sequence in the order of its epoch (index / training_sequences()): sequence_length token
   // ids, the token that each position predicts (-100 where none counts), and each token's place in its document. The
   // same (seed, index) gives the same tokens in every run. `ids` has sequence_length() elements; labels and positions
-  // have as many, or are empty where they are not wanted. Throws Exception (kind usage) for an ids of another size or a
-  // negative index.
+  // have as many, or are empty if they are not wanted. Throws Exception (kind usage) if ids has another size or index
+  // is negative.
   void training_sequence(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels = {},
                          std::span<std::int64_t> positions = {}) const;
-  // The rows that it consists of, in the sequence's order. Throws Exception (kind usage) for text and for data that is
-  // mixed.
+  // The rows that this training sequence consists of, in its order. Throws Exception (kind usage) for text and for
+  // mixed data.
   std::vector<DocumentSpan> training_documents(std::int64_t index) const;
-  // How many of its tokens come before the padding.
+  // How many tokens of this training sequence come before the padding.
   std::int64_t training_tokens(std::int64_t index) const;
   void held_out_sequence(std::int64_t index, std::span<std::int64_t> ids, std::span<std::int64_t> labels = {},
                          std::span<std::int64_t> positions = {}) const;
 
-  // All sequences as they were prepared, in no order of training: how many, one of them, and the numbers of others.
+  // All sequences, numbered in the order in which they were prepared: how many there are, the one with a number, and
+  // the number of a training or held-out sequence.
   std::int64_t all_sequences() const;
   void numbered_sequence(std::int64_t number, std::span<std::int64_t> ids, std::span<std::int64_t> labels = {},
                          std::span<std::int64_t> positions = {}) const;

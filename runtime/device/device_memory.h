@@ -1,6 +1,7 @@
 #pragma once
-// FRONT DOOR of device. torch's allocator under a cap: it enforces the device budget. On the CPU device it is an
-// allocator of ours, exact; on CUDA torch's caching allocator, told its share of the card.
+// FRONT DOOR of device. torch's allocator under a cap, which enforces the device budget. On the CPU device it is
+// Tierflow's own allocator, whose cap is exact. On CUDA it is torch's caching allocator, which is told its share of the
+// card.
 #include <c10/core/Device.h>
 
 #include <cstddef>
@@ -17,14 +18,14 @@ struct DeviceMemoryStats {
 
 class DeviceMemory {
  public:
-  // Installs the allocator for all CPU tensors made from now on; once a process, before torch is used. Large blocks are
-  // kept for reuse inside the cap and given back to the system before an allocation is refused with
+  // Installs the allocator for all CPU tensors made from now on. Call it once in a process, before torch is used. Large
+  // blocks are kept for reuse inside the cap, and given back to the system before an allocation is refused with
   // c10::OutOfMemoryError.
   static DeviceMemory& install();
-  // Of what live CPU tensors take, what that allocator has mapped: malloc does not count it. 0 where it is not
-  // installed.
+  // Bytes of live CPU tensors that the installed allocator has mapped, so that malloc does not count them. 0 if it is
+  // not installed.
   static std::uint64_t mapped_bytes();
-  // CUDA's. Loads torch's CUDA library; an Exception of kind environment where that cannot be.
+  // The memory of CUDA. Loads torch's CUDA library; throws Exception (kind environment) if it cannot be loaded.
   static DeviceMemory& cuda();
 
   virtual ~DeviceMemory() = default;
@@ -32,13 +33,12 @@ class DeviceMemory {
   virtual void release_kept() = 0;
   virtual void reset_peak() = 0;
   virtual DeviceMemoryStats stats() const = 0;
-  // Bytes of the device that its use takes beside tensors: context, kernels and handles of libraries, measured once, or
-  // nothing where the driver's library gives no answer; and the CUDA device's own kBounceBytes (swap/pinning.h). 0 on
-  // the CPU.
+  // Bytes that the use of a CUDA device takes besides tensors: context, kernels and handles of libraries, measured once
+  // (0 if the driver's library does not say), and kBounceBytes (swap/pinning.h). 0 on the CPU.
   virtual std::uint64_t fixed() const { return 0; }
 };
 
-// Throws Exception where the calling thread does not compute on torch's default stream of the card: uploads and
+// Throws Exception if the calling thread does not compute on torch's default stream of the card, because uploads and
 // downloads wait only for that stream.
 void expect_default_stream(c10::Device device);
 

@@ -1,7 +1,7 @@
 #pragma once
-// FRONT DOOR of models. A model as the session drives it: stages that turn a carry into a carry, given the weights of
-// their units. The session binds the weights (views of a device slot that is reused for layer after layer), so nothing
-// here may keep a weight, or a graph that saved one, beyond the call.
+// FRONT DOOR of models. A model as a session uses it: stages that turn a carry into a carry, given the weights of their
+// units. The weights are views of device memory that is used again for the next layer, so nothing here may keep a
+// weight, or a graph that saved one, beyond the call.
 #include <torch/types.h>
 
 #include <cstdint>
@@ -24,7 +24,7 @@ using Carry = std::vector<torch::Tensor>;
 // Weights of a stage: the tensors of its units in UnitSpec order, unit after unit; bf16 in the model, in the
 // checkpoint's shapes.
 using Weights = std::vector<torch::Tensor>;
-// The one at a position that a TensorIndex gave.
+// The tensor at a position that a TensorIndex gave.
 inline const torch::Tensor& at_position(const std::vector<torch::Tensor>& tensors, int position) {
   return tensors[static_cast<std::size_t>(position)];
 }
@@ -45,7 +45,7 @@ struct CachedRow {
   torch::Tensor ids;  // [1, tokens] int64
   std::vector<CachedSpan> spans;
   KeyValueCache* cache = nullptr;
-  std::int64_t context = 0;  // tokens that its sequences come to: rotary factors may depend on it (LongRoPE)
+  std::int64_t context = 0;  // the most tokens that its sequences will have: rotary factors may depend on it (LongRoPE)
 };
 
 // By block with experts: of each expert, whether a token took it.
@@ -55,20 +55,20 @@ using ExpertsTouched = std::map<std::int64_t, std::vector<bool>>;
 struct Shared {
   torch::Tensor ids, labels;
   std::vector<torch::Tensor> tables = {};  // rotary cos and sin, masks: the model's own
-  // Of packed rows, as in MicroBatch. Undefined and empty where each row is one document.
+  // For packed rows, as in MicroBatch. Undefined and empty if each row is one document.
   torch::Tensor positions = {};
   std::vector<Document> documents = {};
-  torch::Tensor ends = {};  // where they begin in all tokens, and the end: int32 [documents + 1]
-  // Of a CachedRow; null and empty elsewhere.
+  torch::Tensor ends = {};  // where each document begins among all tokens, and the end: int32 [documents + 1]
+  // As in CachedRow; null and empty outside of generation.
   KeyValueCache* cache = nullptr;
   std::vector<CachedSpan> spans = {};
-  // What a session asks of the head besides: targets of a teacher in training, and in an evaluation that many of each
-  // position's most likely tokens.
+  // Further input of the head: a teacher's targets in training, and in an evaluation how many of each position's most
+  // likely tokens are wanted.
   models::SoftTargets teacher = {};
   std::int64_t top = 0;
   models::AttentionChoice attention = {};
-  ExpertsTouched* touched = nullptr;  // hears of every forward; null: nobody wants to know
-  // Tokens of the longest document, with those in the cache.
+  ExpertsTouched* touched = nullptr;  // every forward records its experts here; null: it does not
+  // Tokens of the longest document, those in the cache included.
   std::int64_t longest() const;
 };
 // A micro-batch on `device`, without tables; the host does not wait for the copy (upload.h). Throws as
@@ -76,27 +76,26 @@ struct Shared {
 Shared shared_of(const MicroBatch& batch, torch::Device device);
 Shared shared_of(const CachedRow& row, torch::Device device);
 
-// What a forward of the head finds.
+// The result of a forward of the head. For your own Layers the tensors are undefined.
 struct HeadScores {
   double loss_sum = 0;   // over the tokens that count, natural log, summed in double
-  torch::Tensor losses;  // of each token [tokens] fp64, 0 where none counts
-  // [tokens] bool: whether its label has the greatest logit, or the first of several that are greatest; false where
-  // none counts. As losses, undefined for layers of one's own.
+  torch::Tensor losses;  // of each token [tokens] fp64; 0 where no label counts
+  // [tokens] bool: whether the label has the greatest logit, or is the first of several greatest; false where no label
+  // counts.
   torch::Tensor hits;
-  // Shared::top of each token's most likely tokens [tokens, top]: ids int32 in the order of top_logits.h, and their
-  // log-probabilities fp64, natural log. Where no label counts they mean nothing. As losses, undefined for layers of
-  // one's own, and where none are wanted.
+  // Each token's most likely Shared::top tokens [tokens, top]: ids int32 in the order of top_logits.h, and their
+  // log-probabilities fp64, natural log. Without meaning where no label counts; undefined if Shared::top is 0.
   torch::Tensor top_ids = {}, top_log_probabilities = {};
-  // As losses, under the model without its adapters; of a session whose loss computes its reference.
+  // As `losses`, of the model without its adapters. Defined in a session whose loss computes its reference.
   torch::Tensor reference_losses = {};
 };
 
-// Its sums are numbers on the device of the carry, fp64, in an order that shapes alone decide: to read one is to wait
+// The sums are fp64 tensors on the device of the carry, added up in an order that only shapes decide. Reading one waits
 // for the device.
 struct HeadResult {
   torch::Tensor loss_sum = {};  // over the tokens that count, natural log
   Carry d_carry = {};           // gradient of the sum of each token's loss times its scale
-  // Where there is a teacher, the sums whose weighted sum is loss_sum (soft_targets.h).
+  // With a teacher: the sums whose weighted sum is loss_sum (soft_targets.h).
   torch::Tensor ce_sum = {}, kd_sum = {};
 };
 
@@ -104,21 +103,21 @@ struct HeadResult {
 class KeptActivations {
  public:
   virtual ~KeptActivations() = default;
-  // Tensors from which the model restores the rest without a matrix product: what is worth moving where the device has
-  // no room. For one stage and carries of one shape, their number and shapes are always the same.
+  // Tensors from which the model can restore all others without a matrix product or attention. If the device has no
+  // room, only these are swapped. For one stage and carries of one shape, their number and shapes are always the same.
   virtual std::vector<torch::Tensor> essentials() const = 0;
 };
 
-// The forward of a stage with units on demand, for one micro-batch: begun with the stage's own units, then each unit
-// that it needs, in their order.
+// The forward of a stage with units on demand, for one micro-batch. It begins with the stage's own units; then it is
+// given each unit that it needs, in ascending order.
 class StageInParts {
  public:
   virtual ~StageInParts() = default;
   // Positions in StageSpec::on_demand, ascending.
   virtual std::vector<int> needed() const = 0;
-  // weights: of that unit alone.
+  // weights: of the unit at that position only.
   virtual void add(int position, const Weights& weights) = 0;
-  // After all of them.
+  // Call it after add() for every needed unit.
   virtual Carry finish() = 0;
 };
 
@@ -129,19 +128,19 @@ class LayeredModel {
   // Tables are computed on `device`.
   virtual Shared share(const MicroBatch& batch, torch::Device device) const = 0;
 
-  // Embedding (the carry is empty) and blocks. Differentiable where autograd is on. `training` turns dropout on; random
+  // Embedding (the carry is empty) and blocks. Differentiable if autograd is on. `training` turns dropout on; random
   // numbers come from torch's default generator, which the session seeds by (seed, step, micro-batch, stage) before
-  // each call, recomputation included.
+  // each call, even when it recomputes.
   virtual Carry forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
                         bool training) const = 0;
 
-  // In the place of forward(), without gradients and dropout, where the stage has units on demand. weights: of its own
-  // units. Throws std::logic_error for other stages, as by default.
+  // Takes the place of forward() for a stage with units on demand, without gradients and dropout. weights: of its own
+  // units. By default, and for other stages, throws std::logic_error.
   virtual std::unique_ptr<StageInParts> begin(int stage, const Weights& weights, const Carry& carry,
                                               const Shared& shared) const;
 
   // Adds the gradient of every weight to `gradients` and returns the gradient of the stage's input (empty for the
-  // embedding), of which `carry` holds what taken_by_backward() says.
+  // embedding). `carry` holds those tensors of the input that taken_by_backward() gives.
   // Default: recompute with autograd on from `carry`, differentiate, release each bf16 gradient as soon as it is added.
   virtual Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
                          const Shared& shared, const Carry& d_out) const;
@@ -160,15 +159,15 @@ class LayeredModel {
   // Whether forward() draws from torch's default generator when training.
   virtual bool draws_random_numbers() const { return true; }
 
-  // The head: final norm, logits and cross-entropy, in chunks whose size comes from shapes alone, so that the logits
-  // never exist whole.
+  // The head: final norm, logits and loss, in chunks whose size only shapes decide, so that the logits never exist as a
+  // whole.
   virtual HeadScores head_scores(const Weights& weights, const Carry& carry, const Shared& shared) const = 0;
   virtual HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
                                             const Shared& shared, const models::TokenScale& scale) const = 0;
 
   // Generation: share_cached() of a row, forward() of every stage but the last, then next_logits(): the logits of the
-  // token behind each span [spans, vocab]. Throw Exception (kind usage) for a model that does not generate, as by
-  // default.
+  // token after each span [spans, vocab]. By default, which is for models that cannot generate, they throw Exception
+  // (kind usage).
   virtual Shared share_cached(const CachedRow& row, torch::Device device) const;
   virtual torch::Tensor next_logits(const Weights& weights, const Carry& carry, const Shared& shared) const;
 
@@ -180,12 +179,12 @@ class LayeredModel {
                              const std::function<Carry(const Carry&)>& forward);
 };
 
-// Hidden states of several micro-batches, or their gradients, as one for stages that take them together: [tokens,
-// hidden], and that apart again, by the ids of each. Nothing else passes between such a stage and another one.
+// For stages that take several micro-batches together: joined() makes [tokens, hidden] of their hidden states or
+// gradients, and apart() separates them again by the ids of each. Such a stage gets and gives no other tensors.
 Carry joined(const std::vector<Carry>& carries);
 std::vector<Carry> apart(const Carry& carry, const std::vector<torch::Tensor>& ids);
 
-// What a stage's backward takes of its input; that alone is saved.
+// Those tensors of a stage's input that its backward takes. Only they are saved.
 Carry taken_by_backward(const StageSpec& stage, const Carry& input);
 
 // The model of a specification: one of the families of model_spec.h.

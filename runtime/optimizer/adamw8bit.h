@@ -1,7 +1,6 @@
 #pragma once
 // FRONT DOOR of optimizer. AdamW with 8-bit blockwise moments (Dettmers et al. 2022, arXiv:2110.02861) as a
-// torch::optim::Optimizer, for LibTorch loops whose model fits in memory: the update of streamed training, on
-// parameters that are all there.
+// torch::optim::Optimizer, for LibTorch loops whose model fits in memory. It is the update of streamed training.
 #include <torch/optim/optimizer.h>
 
 #include <cstdint>
@@ -10,7 +9,7 @@
 
 namespace tierflow {
 
-// Of all parameters, or of a group.
+// The options of all parameters, or of one parameter group.
 struct AdamW8bitOptions : torch::optim::OptimizerCloneableOptions<AdamW8bitOptions> {
   AdamW8bitOptions(double lr = 1e-3) : lr_(lr) {}  // NOLINT(google-explicit-constructor): as torch's own
   using betas_t = std::tuple<double, double>;
@@ -27,8 +26,9 @@ struct AdamW8bitOptions : torch::optim::OptimizerCloneableOptions<AdamW8bitOptio
   void set_lr(double value) override { lr(value); }
 };
 
-// Of one parameter of n elements. 8-bit: exp_avg and exp_avg_sq are codes, uint8 [n], with an absmax, fp32, for each
-// 256 elements; else both are fp32 [n] and the absmax tensors undefined.
+// The state of one parameter of n elements. With 8 bits, exp_avg and exp_avg_sq are codes, uint8 [n], and absmax and
+// absmax_sq have an fp32 number for each 256 elements. Otherwise exp_avg and exp_avg_sq are fp32 [n], and absmax and
+// absmax_sq are undefined.
 struct AdamW8bitParamState : torch::optim::OptimizerCloneableParamState<AdamW8bitParamState> {
   TORCH_ARG(std::int64_t, step) = 0;
   TORCH_ARG(torch::Tensor, exp_avg);
@@ -42,10 +42,10 @@ struct AdamW8bitParamState : torch::optim::OptimizerCloneableParamState<AdamW8bi
   void serialize(torch::serialize::OutputArchive& archive) const override;
 };
 
-// Parameters are contiguous tensors on the CPU or a CUDA device, fp32 or bf16; gradients dense, rounded to bf16
-// before use. Others are an Exception of kind usage from step(). The result depends neither on the number of threads
-// nor on the device. On a CUDA device the work is enqueued on torch's current stream, and step() waits once, for
-// whether all gradients are finite.
+// Parameters must be contiguous tensors on the CPU or a CUDA device, fp32 or bf16. Gradients must be dense; they are
+// rounded to bf16 before use. For anything else step() throws Exception (kind usage). The result depends neither on the
+// number of threads nor on the device. On a CUDA device the work is enqueued on torch's current stream, and step()
+// waits once, to learn whether all gradients are finite.
 class AdamW8bit : public torch::optim::Optimizer {
  public:
   explicit AdamW8bit(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
@@ -53,7 +53,7 @@ class AdamW8bit : public torch::optim::Optimizer {
   explicit AdamW8bit(std::vector<torch::Tensor> parameters, const AdamW8bitOptions& defaults = {})
       : AdamW8bit({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {}
 
-  // A gradient that is not finite skips the step whole: no parameter and no state changes.
+  // If a gradient is not finite, the whole step is skipped: no parameter and no state changes.
   torch::Tensor step(LossClosure closure = nullptr) override;
   std::int64_t skipped_steps() const { return skipped_; }
 

@@ -1,31 +1,31 @@
 #pragma once
-// FRONT DOOR of program. The commands that need LibTorch. They live in the shared library tierflow_train, which the
-// program loads when one is asked for.
+// FRONT DOOR of program. The commands that need LibTorch. They lie in the shared library libtierflow_train.so, which
+// the program loads only for these commands.
 #include "runtime/planning/profile.h"
 #include "runtime/program/options.h"
 #include "runtime/program/session_settings.h"
 
 namespace tierflow {
 
-// The exit code of a run that ended at --max-tb-written: its state is committed or, without commits, its result
+// The exit code of a run that ended at --max-tb-written. Its state is committed or, without commits, its result is
 // written.
 inline constexpr int kStoppedAtLimit = 10;
 
-// What a plan takes at most, about, to measure a model's stages.
+// About the most seconds in which a plan measures a model's stages.
 inline constexpr double kProfileSeconds = 60;
 
-// Measurements that a plan lacks.
+// The measurements that a plan lacks.
 struct ProfileJob {
   const ModelSpec& spec;
   const SessionOptions& options;
-  MachineProfile* machine = nullptr;  // where they go; null: not asked for
-  ModelProfile* model = nullptr;
-  double seconds = kProfileSeconds;  // for the model's stages: larger ones are scaled
-  Say say;                           // what is being measured
+  MachineProfile* machine = nullptr;  // where the result goes; null: not wanted
+  ModelProfile* model = nullptr;      // the same for the model's stages
+  double seconds = kProfileSeconds;   // for the model's stages: if they would take longer, narrower ones are measured
+  Say say;                            // hears what is being measured
 };
 
-// Print progress and results, write what the options ask for. Return the exit code; throw Exception on failure, leaving
-// nothing half-written behind.
+// Each prints progress and results, and writes what the options ask for. Returns the exit code. Throws Exception on
+// failure, and leaves nothing half-written.
 int run_train(const TrainOptions& options);
 int run_eval(const EvalOptions& options);
 int run_generate(const GenerateOptions& options);
@@ -35,7 +35,7 @@ int run_profile(const ProfileJob& job);
 
 }  // namespace tierflow
 
-// The names under which the program finds them (train_entry.cpp).
+// The names under which the program finds the functions above in the library (train_entry.cpp).
 extern "C" {
 int tierflow_run_train(const tierflow::TrainOptions* options);
 int tierflow_run_eval(const tierflow::EvalOptions* options);

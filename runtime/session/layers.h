@@ -1,6 +1,6 @@
 #pragma once
-// A model of one's own torch::nn::Modules. Each layer maps (carry, shared) to a carry. Repeated layers share one
-// template module; its parameters are rebound to the weights of one layer after the other, so the layers are never all
+// A model of your own torch::nn::Modules. Each layer maps (carry, shared) to a carry. Repeated layers share one
+// template module, whose parameters are bound to the weights of one layer after the other. So the layers are never all
 // constructed at once.
 #include <torch/nn/module.h>
 
@@ -18,9 +18,9 @@ namespace tierflow {
 
 // A layer: register parameters and submodules as usual and implement forward(). It computes in bf16 on weights that
 // exist only during the call: keep no tensor that shares storage or a graph with a parameter. The first layer gets an
-// empty carry and reads shared.ids; the last returns {loss}: the loss summed over the labels that count, a scalar. Of
-// packed rows, a layer that attends keeps to shared.documents, and one that knows positions uses shared.positions.
-// A linear layer that is to have an adapter (with_adapters()) is a tierflow::Linear.
+// empty carry and reads shared.ids. The last layer returns {loss}: a scalar, the loss summed over the labels that
+// count. With packed rows, a layer with attention must keep to shared.documents, and a layer with positions must use
+// shared.positions. A linear layer that is to have an adapter (with_adapters()) must be a tierflow::Linear.
 class Layer : public torch::nn::Module {
  public:
   virtual Carry forward(const Carry& carry, const Shared& shared) = 0;
@@ -36,12 +36,12 @@ class Layers {
   // masks).
   Layers& repeat(int count, const std::string& name, const LayerFactory& factory);
 
-  // What a session takes. Factories run again while weights are loaded, under torch::manual_seed(seed + index of the
+  // The model for a session. Factories run again while weights are loaded, under torch::manual_seed(seed + index of the
   // layer).
   Model build(std::uint64_t seed = 0) const;
-  // The same with the weights in a folder of safetensors, such as Session::export_hf() writes: of each parameter those
-  // of its name, "<layer>.<parameter>". Throws Exception (kind input) where one is missing or has another shape, and
-  // for tensors that no layer has.
+  // The same with weights from a folder of safetensors, such as Session::export_hf() writes. Each parameter's tensor is
+  // called "<layer>.<parameter>". Throws Exception (kind input) if one is missing or has another shape, or if the
+  // folder has a tensor that no layer has.
   Model load(const std::filesystem::path& folder) const;
 
  private:

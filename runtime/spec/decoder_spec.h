@@ -1,5 +1,6 @@
 #pragma once
-// How the blocks of decoders differ between families: what their config.json says, and how they call their tensors.
+// How the blocks of decoders differ between families: the values from their config.json, and the names of their
+// tensors.
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -51,25 +52,25 @@ struct LayerSpec {
   bool experts = false;     // its MLP is a mixture of experts
 };
 
-// gpt-oss: (clamp(up, -limit, limit) + 1) g sigmoid(sharpness g) of g = min(gate, limit) where sharpness > 0; else the
-// model's activation(gate) up.
+// If sharpness > 0, the MLP of gpt-oss: (clamp(up, -limit, limit) + 1) g sigmoid(sharpness g) with g = min(gate,
+// limit). Else the model's activation(gate) up.
 struct ClampedGate {
   double sharpness = 0, limit = 0;
 };
 
-// A mixture of experts: of the `count` MLPs of a layer each token takes the `per_token` with the highest scores, of
-// equal ones those that come first. y = shared(x) + sum of weight * expert(x), summed in fp32: the shared expert, then
-// the others from the first to the last.
+// A mixture of experts: each token takes the `per_token` experts (MLPs) with the highest scores among the `count` of a
+// layer; if scores are equal, those that come first. y = shared(x) + sum of weight * expert(x), summed in fp32: first
+// the shared expert, then the others from the first to the last.
 struct ExpertsSpec {
   std::int64_t count = 0, per_token = 0;
-  std::int64_t width = 0;         // intermediate size of one
-  std::int64_t shared_width = 0;  // of the expert that every token takes; 0: there is none
-  bool shared_gate = false;       // its result is multiplied with the sigmoid of a product of its own
-  bool normalised = false;        // a token's weights, the scores of its experts, sum to 1
-  bool sigmoid = false;           // scores are sigmoids of fp32 products; else a softmax over all experts
-  bool corrected = false;         // to choose, a number is added to each expert's score; it is not trained
-  // Neighbouring experts form so many groups. The groups with the highest sums of their two best scores are taken; no
-  // expert of another group is chosen.
+  std::int64_t width = 0;         // intermediate size of one expert
+  std::int64_t shared_width = 0;  // intermediate size of the expert that every token takes; 0: there is none
+  bool shared_gate = false;  // the shared expert's result is multiplied with the sigmoid of a linear layer of its own
+  bool normalised = false;   // a token's weights, the scores of its experts, sum to 1
+  bool sigmoid = false;      // scores are sigmoids of fp32 products; else a softmax over all experts
+  bool corrected = false;    // to choose experts, a number that is not trained is added to each score
+  // Neighbouring experts form `groups` groups. The `groups_taken` groups with the highest sums of their two best scores
+  // are taken; no expert of another group is chosen.
   std::int64_t groups = 1, groups_taken = 1;
   double scale = 1;         // of the weights
   bool rounded = true;      // weights are rounded to the model's type
@@ -78,7 +79,7 @@ struct ExpertsSpec {
   ClampedGate clamped;
 };
 
-// What a family calls its tensors. Empty: it has no such tensor.
+// The names of a family's tensors. Empty: it has no such tensor.
 struct DecoderNames {
   std::string prefix = "model.", tokens = "embed_tokens.weight", norm = "model.norm", head = "lm_head.weight";
   std::string positions = {};      // learned ones, beside `tokens`
@@ -89,7 +90,7 @@ struct DecoderNames {
   std::string o = "self_attn.o_proj", q_norm = "self_attn.q_norm", k_norm = "self_attn.k_norm";
   std::string sinks = {};  // a logit of each head that its softmax counts beside those of the keys
   std::string gate = "mlp.gate_proj", up = "mlp.up_proj", gate_up = {}, down = "mlp.down_proj";
-  // Norms of what a half takes and of what it adds.
+  // Norms of a half's input, and of what it adds.
   std::string attention_norm = "input_layernorm", attention_out_norm = {};
   std::string mlp_norm = "post_attention_layernorm", mlp_out_norm = {};
   // Of layers with experts. Expert e's matrices are expert.e.expert_gate and so on; where stacked_in is given, all of a

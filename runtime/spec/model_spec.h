@@ -1,7 +1,7 @@
 #pragma once
 // FRONT DOOR of spec. What a model consists of, read from an HF config.json: its hyper-parameters, its tensors by HF
-// name and shape, and how they are grouped into the units that stream and the stages that compute. No torch here:
-// planning and checking start at once.
+// name and shape, and how they are grouped into the units that stream and the stages that compute. No torch here, so
+// that planning and checking start at once.
 #include <cstdint>
 #include <filesystem>
 #include <string>
@@ -12,7 +12,7 @@
 
 namespace tierflow {
 
-// Llama and what differs from it by knobs and names (decoder_spec.h).
+// The hyper-parameters: those of Llama, then fields and names for what differs in other families (decoder_spec.h).
 struct ModelConfig {
   std::string architecture;  // "LlamaForCausalLM", ...: kept for the exported config.json
   std::string model_type;    // "llama", "mistral", "qwen2", ...
@@ -21,19 +21,19 @@ struct ModelConfig {
   std::int64_t max_positions = 0;
   double norm_eps = 1e-6;
   double initializer_range = 0.02;
-  double residual_range = 0;  // of a block's products that end on the residual; 0: as the others
+  double residual_range = 0;  // initializer_range of the matrices that add to the residual; 0: the same as the others
   Activation activation = Activation::silu;
   bool tie_word_embeddings = false;
   bool qkv_bias = false;     // bias of q, k, v projections (Qwen2; Llama's attention_bias)
   bool output_bias = false;  // bias of the attention output projection
   bool mlp_bias = false;
   double embedding_dropout = 0, residual_dropout = 0, attention_dropout = 0;
-  double adapter_dropout = 0;  // of what adapters take (adapters.h)
+  double adapter_dropout = 0;  // of the adapters' input (adapters.h)
 
   DecoderNames names;
   NormKind norm = NormKind::rms;
   QkNorm qk_norm = QkNorm::none;
-  bool norm_of_sum = false;  // norms behind a half take its sum with the residual; else what it adds
+  bool norm_of_sum = false;  // the norm after a half takes the sum with the residual; else it takes what the half adds
   bool transposed = false;   // linear layers of blocks are stored as [in, out]
   bool gated = true;         // activation(gate) * up; else activation(up)
   bool parallel = false;  // attention and MLP take the block's input, each by its norm or both by one; both are added
@@ -45,8 +45,8 @@ struct ModelConfig {
   double attention_softcap = 0, logits_softcap = 0;  // softcap * tanh(x / softcap) of scores, of logits; 0: none
   double query_scaling = 0;                          // b: q times 1 + b log(1 + floor(position / original)); 0: none
   double embedding_multiplier = 1, logits_multiplier = 1;
-  double residual_multiplier = 1;  // of what each half adds
-  double normed_residual = 0;      // a half adds to so many times what it takes, the norm of its input; 0: to its input
+  double residual_multiplier = 1;    // of what each half adds
+  double normed_residual = 0;        // c: a half adds to c times the norm of its input; 0: it adds to its input
   std::int64_t position_offset = 0;  // of learned positions: the first row that a token has
   ExpertsSpec experts;
   LayerSpec layer(std::int64_t index) const {
@@ -56,16 +56,16 @@ struct ModelConfig {
 
 enum class Init : std::uint8_t { zeros, ones, normal, uniform };
 
-// Above which size a layer is cut, so that it does not dictate the device budget. Shapes decide, never a budget: every
-// run of a model has the same units and stages, and so the same bits.
+// The sizes above which a layer is cut, so that it does not dictate the device budget. Shapes decide, never a budget:
+// every run of a model has the same units and stages, and so the same bits.
 struct Tiling {
-  // An embedding or head with more elements becomes tiles of consecutive vocabulary rows. A tile has at most so many
-  // elements, and at least one row.
+  // An embedding or head with more elements becomes tiles of consecutive vocabulary rows. A tile has at most this many
+  // elements, but at least one row.
   std::int64_t vocabulary_elements = std::int64_t{1} << 27;
-  // A block with more becomes two stages with a unit each: attention and MLP. An MLP of experts with more becomes
-  // stages of some experts each.
+  // A block with more elements becomes two stages with a unit each: attention and MLP. An MLP of experts with more
+  // elements becomes several stages, each of some experts.
   std::int64_t block_elements = std::int64_t{1} << 29;
-  std::int64_t experts = 0;  // of one such stage; 0: as many as block_elements allows
+  std::int64_t experts = 0;  // the experts of such a stage; 0: as many as block_elements allows
   // A block with experts is two stages however small it is, so that a step takes several micro-batches through its
   // experts at once (StageSpec::together).
   bool experts_apart = true;
@@ -75,32 +75,32 @@ struct Tiling {
   }
 };
 
-// expert: of some tokens alone.
+// Which part of a layer a tensor belongs to. expert: only some tokens use it.
 enum class Part : std::uint8_t { plain, router, expert };
 
-// What is written of a tensor between steps, beside what steps update. words: all of it. master: all of it, too; it is
-// not trainable, but has an fp32 master where the precision has one.
+// Whether a tensor that no step updates is written between steps. words: its bf16 words are. master: its words and its
+// fp32 master are, if the precision has a master.
 enum class Rewritten : std::uint8_t { never, words, master };
 
 // A tensor of the checkpoint, or consecutive rows of one: where it has three dimensions, consecutive matrices.
 struct TensorSpec {
   std::string name;                 // as in the checkpoint, e.g. "model.layers.3.self_attn.q_proj.weight"
-  std::string role;                 // the same within its block, e.g. "self_attn.q_proj.weight": equal for every block
+  std::string role;                 // the name within its block, e.g. "self_attn.q_proj.weight": equal in every block
   std::vector<std::int64_t> shape;  // as in the checkpoint, but for the rows of a tile
   std::int64_t first_row = 0;       // of the checkpoint's tensor
   std::int64_t all_rows = 0;        // of the checkpoint's tensor; 0: the tensor is whole
   Part part = Part::plain;
   Init init = Init::normal;
   double init_std = 0.02;   // standard deviation
-  double scale = 1.0;       // of an adapter's product, at its second factor
-  bool decays = true;       // weight decay applies: neither a norm nor a bias, as in HF Trainer
+  double scale = 1.0;       // scale of an adapter's product; set for its second factor
+  bool decays = true;       // weight decay applies: the tensor is neither a norm nor a bias, as in HF Trainer
   bool moments_32 = false;  // moments kept in fp32 under 8-bit policies: embeddings, norms and biases
-  double lr_scale = 1.0;    // of the learning rate
-  bool trainable = true;    // false: its weights alone are kept, and no step updates them
+  double lr_scale = 1.0;    // multiplies the learning rate
+  bool trainable = true;    // false: it has no optimizer state, and no step updates it
   Rewritten rewritten = Rewritten::never;
-  WeightFormat format = WeightFormat::bf16;  // of what is frozen
+  WeightFormat format = WeightFormat::bf16;  // only a frozen tensor may have another one
   std::int64_t elements() const;
-  // 16-bit words that its weights take, with a tensor of another format than bf16 as a run of words.
+  // 16-bit words that its weights take; formats other than bf16 are packed into words.
   std::uint64_t words() const;
   std::int64_t first_element() const;  // of the checkpoint's tensor
   std::vector<std::int64_t> checkpoint_shape() const;
@@ -113,39 +113,38 @@ struct UnitSpec {
   std::int64_t parameters() const;
 };
 
-// block: attention and MLP in one. experts: some of an MLP's; the first such stage of a block begins with the MLP's
-// norm and chooses for each token, the last adds the sum to the residual. norm: the final norm, apart from the head
-// where that is tiled. head_tile: the tiles of a head but the last, which is the head.
+// block: attention and MLP in one stage. experts: some experts of an MLP; the first such stage of a block begins with
+// the MLP's norm and chooses experts for each token, the last one adds the sum to the residual. norm: the final norm, a
+// stage of its own if the head is tiled. head_tile: each tile of a head but the last one, which is the stage `head`.
 enum class StageKind : std::uint8_t { embedding, block, attention, mlp, experts, norm, head_tile, head };
 
-// One step of the forward pass. Its own unit comes first; a tied head also names the embedding's unit, last. Stages
-// without a unit of their own: a tied head without a final norm (OPT with norms of sums), or that norm's stage.
+// One step of the forward pass. Its own unit comes first; a tied head also names the embedding's unit, last. A tied
+// head without a final norm (OPT with norms of sums), or the stage of that norm, has no unit of its own.
 struct StageSpec {
   StageKind kind = StageKind::block;
   std::int64_t block = -1;  // index of the block, -1 for the others
   std::vector<int> units;   // indices into ModelSpec::units
-  // The units of its experts, each with one of them, where those alone are fetched that have tokens
-  // (experts_on_demand.h).
+  // With experts on demand (experts_on_demand.h): the units of its experts, one expert in each.
   std::vector<int> on_demand;
-  std::int64_t first_row = 0;          // of the vocabulary, in its tile
-  std::int64_t first_expert = 0;       // of those in it, where it is a stage of experts
-  std::int64_t experts = 0;            // how many are in it
-  bool together = false;               // a step computes it for several micro-batches at once, their rows as one
-  bool backward_needs_input = true;    // the backward takes the stage's input; if false, it is not saved
-  std::vector<int> backward_parts;     // of the input's tensors those that the backward takes; empty: all
+  std::int64_t first_row = 0;          // a tile: its first row in the vocabulary
+  std::int64_t first_expert = 0;       // a stage of experts: its first expert
+  std::int64_t experts = 0;            // a stage of experts: how many it has
+  bool together = false;               // a step computes it for several micro-batches at once, with their rows joined
+  bool backward_needs_input = true;    // the backward takes the stage's input; if false, the input is not saved
+  std::vector<int> backward_parts;     // indices of the input's tensors that the backward takes; empty: all
   bool backward_needs_weights = true;  // the backward takes the weights
 };
 
 struct ModelSpec {
   ModelConfig config;
-  std::string config_json;          // the config.json text this came from; of a wrapped text model, its own
-  std::string read_as;              // the family named for an architecture that is not known; empty: none
+  std::string config_json;          // the text of its config.json; for a wrapped text model, only the text model's part
+  std::string read_as;              // the family that --as named for an unknown architecture; empty: none
   std::string wrapper;              // the class that wraps this text model in its folder; empty: none
   std::string wrapper_config_json;  // the config.json of that class, without what says how weights are quantised
   std::string adapter_config_json;  // of its adapters, as PEFT writes it; empty: there are none
-  std::string trainable_json;       // what is trained (trainable.h); empty: all that is not frozen otherwise
+  std::string trainable_json;       // what is trained (trainable.h); empty: everything that is not frozen otherwise
   WeightFormat base_format = WeightFormat::bf16;  // of the linear layers in blocks (set_base_format)
-  std::vector<std::string> base_plain;            // tensors among them that are in bf16 all the same
+  std::vector<std::string> base_plain;            // names of tensors among them that stay in bf16
   std::vector<UnitSpec> units;
   std::vector<StageSpec> stages;  // embedding, blocks in order, head
   Tiling tiling;
@@ -160,7 +159,7 @@ void check_quantised(const std::string& quantization_config, const std::string& 
 // architectures. as: the model_type of the family that a model of an unknown architecture is read as (families.h).
 ModelSpec read_model_spec(const std::filesystem::path& config_json, const Tiling& tiling = {},
                           const std::string& as = "");
-// The same of the config.json in a model's folder, opened by open_beneath().
+// The same for the config.json in a model's folder, opened by open_beneath().
 ModelSpec read_folder_spec(const std::filesystem::path& folder, const Tiling& tiling = {}, const std::string& as = "");
 ModelSpec parse_model_spec(const std::string& config_json, const std::string& where, const Tiling& tiling = {},
                            const std::string& as = "");

@@ -1,7 +1,7 @@
 #pragma once
-// FRONT DOOR of state, which a session and a streamer share: a model's weights and optimizer state where an arrangement
-// puts them, and what is done with them besides computing and updating: loading, binding, reading, writing, export.
-// Throws Exception.
+// FRONT DOOR of state, which a session and a streamer share: a model's weights and optimizer state in the places that
+// an arrangement gives them. It loads, binds, reads, writes and exports them; it does not compute or update. Throws
+// Exception.
 #include <torch/types.h>
 
 #include <cstdint>
@@ -27,12 +27,12 @@ class StreamedState {
  public:
   struct Options {
     std::string device = "cpu";  // "cpu", "cuda"
-    bool train = true;           // false: weights alone
+    bool train = true;           // false: only weights, without optimizer state
     int update_threads = 0;      // 0: as many as torch uses
     std::uint64_t chaos_seed = 0;
     bool record = false;  // see swap::ExecutorOptions
   };
-  // store: null where everything is resident. What is referred to outlives this.
+  // store: null if everything is resident. Everything that the arguments refer to outlives this.
   StreamedState(const std::vector<UnitSpec>& units, const PackedModel& packed, const swap::Layout& layout,
                 const swap::Arrangement& arrangement, swap::Store* store, const Options& options);
 
@@ -44,31 +44,30 @@ class StreamedState {
   const swap::Layout& layout() const { return layout_; }
 
   // Between the executor's enter() and leave(): views of the weights of the visited stage, unit after unit in UnitSpec
-  // order: bf16 in their shapes, those of other formats as their stored bytes (uint8). Undefined where the pass needs
-  // none.
+  // order. bf16 weights have their shapes; weights of other formats are their stored bytes (uint8). Undefined if the
+  // pass needs no weights.
   std::vector<torch::Tensor> weights(const swap::Entered& entered) const;
-  // The same of the units that this part of the visit needs on demand, and of no others.
+  // The same for only the units that this part of the visit needs on demand.
   std::vector<torch::Tensor> needed_weights(const swap::Entered& entered) const;
-  // The same of their gradients: fp32, to add to. Undefined where the visit adds to none. Where the visit says that a
-  // unit's gradient is fresh, nothing is in it yet: it may hold any bits.
+  // Views of the fp32 gradients of the visited stage, to add to. Undefined where the visit adds to none. If the visit
+  // says that a unit's gradient is fresh, its memory may hold any bits.
   std::vector<torch::Tensor> gradients(const swap::Entered& entered) const;
 
-  // All that follows: between the executor's plans.
+  // Call all following functions between the executor's plans.
 
   // Loads every weight from `weights` and sets the moments to zero. Tensors that `stored` has in their own format are
   // copied from it as bytes, without conversion.
   void load(const WeightSource& weights, const StoredSource& stored, const Progress& progress);
-  // Every weight and its state from a store that was opened to be gone on with: all of it is verified, and what is
-  // resident is read into memory.
+  // After Store::resume(): verifies every weight and its state, and reads what is resident into memory.
   void restore(swap::Store& store, const Progress& progress);
   ModelExtents extents();
   // As read_words() and read_master() of model_extents.h.
   void read_words(int unit, int tensor, swap::ExtentKind kind, std::uint16_t* out);
   void read_master(int unit, int tensor, const UseMaster& use);
-  // Weights and fp32 master; the moments stay.
+  // Overwrites weights and fp32 master; the moments stay.
   void write(int unit, int tensor, const float* values);
-  // The same of those of the unit's tensors that are wanted: `change` gets values of one, fp32 masters or weights, from
-  // its element `first` on. Every extent of the unit that holds some is read and written once.
+  // The same for the wanted tensors of a unit: `change` gets values of a tensor, fp32 masters or weights, from its
+  // element `first` on, and changes them. Every extent of the unit that holds such values is read and written once.
   using Wanted = std::function<bool(int tensor)>;
   using Change = std::function<void(int tensor, std::uint64_t first, std::span<float> values)>;
   void rewrite(int unit, const Wanted& wanted, const Change& change);
