@@ -20,7 +20,7 @@
 
 namespace tierflow::swap {
 
-// A chunk in an update slot of the device, all of it device memory. Updated in place.
+// A chunk that is updated on the device, all of it device memory. Updated in place.
 struct DeviceUpdate {
   const float* sum = nullptr;         // the fp32 gradient; null: `gradient` holds it as bf16 already
   std::uint16_t* gradient = nullptr;  // room for it as bf16
@@ -44,6 +44,15 @@ class HostWork {
   // The same as update() on the device, on its update stream; returns when it is done. Measures what update() would
   // measure.
   virtual io::Error update_on_device(const Chunk& chunk, Device& device, const DeviceUpdate& at);
+  // Of a gradient that waits on the device for its update: rounds it there, from `sum` to `gradient`, on the update
+  // stream, and measures it; returns when it is done. Neither words nor state are given.
+  virtual io::Error keep_gradient(const Chunk& chunk, Device& device, const DeviceUpdate& at);
+  // Where gradients are measured on their way to the host: enqueues on `stream` what leaves in `found`,
+  // ArrangeRequest::found_bytes of the device, what measure() finds of the bf16 `gradient`. Called on another lane.
+  virtual void enqueue_measuring(const Chunk& chunk, Device& device, StreamId stream, const std::uint16_t* gradient,
+                                 std::byte* found);
+  // It has come, before measure() or update(), which need not read the gradient for it. Called on another thread.
+  virtual io::Error take_found(const Chunk& chunk, std::span<const std::byte> found);
   // Adds bf16 `incoming` to the fp32 sum whose high and low words are given; if `first`, the sum so far is in `high` as
   // bf16 and `low` holds nothing yet. Called instead of measure(): it also measures the result.
   virtual io::Error accumulate(const Chunk& chunk, std::span<const std::byte> incoming, std::span<std::byte> high,

@@ -51,7 +51,7 @@ class Fetcher {
   const StepRows& rows() const { return rows_; }
   void owe(int unit, Owed update) { owed_[unit] = update; }
   bool owes(int unit) const { return owed_[unit] != Owed::nothing; }
-  // The update that the unit owes, now.
+  // The update that the unit owes, now; that of state which stays on the device there, where the words come to.
   void apply_owed(int unit);
   // The updates that sparse chunks missed, now.
   void catch_up();
@@ -59,6 +59,7 @@ class Fetcher {
  private:
   // Whether an update that the unit owes leaves the words on the device those that it makes.
   bool updates_in_place(int unit) const;
+  bool updates_there(int unit) const;
   WeightRing& ring_of(int unit) { return layout_.on_demand(unit) ? needed_ring_ : ring_; }
 
   const Layout& layout_;

@@ -30,6 +30,8 @@ class UpdateRules {
   // Moves words or state. False: the task is of another kind.
   bool move(const Task& task);
   void measure(const Task& task, const Content& gradient);
+  // The same of one that stays on the device, where the sum that it is rounded from is the caller's to read.
+  void keep_gradient(const Task& task, const Content& gradient);
   // Words and state of an update; its gradient is the caller's to read.
   void update(const Task& task);
   void update_on_device(const Task& task);

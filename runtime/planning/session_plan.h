@@ -65,6 +65,7 @@ struct SessionPlan {
   std::size_t sparse_used = 0;            // of the layout's sparse chunks, those of a step whose tokens all differ
   std::uint64_t deferred_parameters = 0;  // of the trainable ones: whose update is deferred
   std::uint64_t device_updated_parameters = 0;  // and whose runs on the device
+  std::uint64_t device_state_parameters = 0;    // and whose state stays there
   WriteCost writes;
 
   // Host memory that the session takes at most.
