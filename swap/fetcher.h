@@ -52,7 +52,7 @@ class Fetcher {
   const StepRows& rows() const { return rows_; }
   void owe(int unit, Owed update) { owed_[unit] = update; }
   bool owes(int unit) const { return owed_[unit] != Owed::nothing; }
-  // Emits the update that the unit owes.
+  // The update that the unit owes, now; that of state which stays on the device there, where the words come to.
   void apply_owed(int unit);
   // Emits the updates that sparse chunks have missed.
   void catch_up();
@@ -60,6 +60,7 @@ class Fetcher {
  private:
   // Whether the update that the unit owes changes its words on the device too, so that they stay valid there.
   bool updates_in_place(int unit) const;
+  bool updates_there(int unit) const;
   WeightRing& ring_of(int unit) { return layout_.on_demand(unit) ? needed_ring_ : ring_; }
 
   const Layout& layout_;
