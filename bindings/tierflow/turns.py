@@ -15,6 +15,7 @@ from . import _native
 from .ambient import autocast_as, autocast_state, random_state, restored
 from .fused import Departs, Kept, Layer, layer_of
 from .protocols import TurnTaker
+from .recorded import Recorded
 
 local = threading.local()  # .lane: the micro-batch of a layer-major step that this thread runs
 
@@ -135,6 +136,7 @@ class Frame:
         for i in self.where:
             self.leaves[i] = None
         self.needs_graph = self.needs_graph and (any(t.requires_grad for t in self.tensors) or turn.trains())
+        self.recorded = Recorded()
         self.out_spec: Any = None
         self.out_leaves: list[Any] = []
         self.out_where: list[int] = []
@@ -169,13 +171,15 @@ class Frame:
         if self.layer is not None:
             with torch.no_grad():
                 out, self.kept = self.layer.forward(weights, self._of(tensors), keep)
+            beside: dict[str, list[Any]] = {}
         else:
             leaves = list(self.leaves)
             for index, tensor in zip(self.where, tensors, strict=True):
                 leaves[index] = tensor
             args, kwargs = tree_unflatten(leaves, self.spec)
-            out = self.turn.forward(*args, **kwargs)
-        self.out_leaves, self.out_spec = tree_flatten(out)
+            with self.recorded.apart() as beside:
+                out = self.turn.forward(*args, **kwargs)
+        self.out_leaves, self.out_spec = tree_flatten((out, beside))
         self.out_where = [i for i, leaf in enumerate(self.out_leaves) if isinstance(leaf, torch.Tensor)]
         outs = [self.out_leaves[i] for i in self.out_where]
         for i in self.out_where:
@@ -187,7 +191,9 @@ class Frame:
         leaves = list(self.out_leaves)
         for index, tensor in zip(self.out_where, outs, strict=True):
             leaves[index] = tensor
-        return tree_unflatten(leaves, self.out_spec)
+        out, beside = tree_unflatten(leaves, self.out_spec)
+        self.recorded.join(beside)
+        return out
 
     def remember_random(self) -> None:
         self.random = random_state(self.turn.engine.device) if self.turn.module.training else None
