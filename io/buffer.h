@@ -50,7 +50,7 @@ class Buffer {
   void* owner_ = nullptr;
 };
 
-// Page-aligned memory of its own (mmap), zeroed, freed with the Buffer; empty where the system refuses.
+// Page-aligned memory of its own (mmap), zeroed, freed with the Buffer; empty if the system refuses.
 Buffer allocate_buffer(std::size_t bytes);
 
 // A Buffer over a part of `slab`. The slab lives until the last such Buffer is destroyed. A drive that never answers

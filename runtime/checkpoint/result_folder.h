@@ -14,7 +14,7 @@ namespace tierflow {
 class ResultFolder {
  public:
   // Makes the folder and those above it, tries to write in it, and locks it: another process that wants it is refused
-  // (kind locked). Throws Exception (kind usage) where it holds anything but the unfinished result of a run that died,
+  // (kind locked). Throws Exception (kind usage) if it holds anything but the unfinished result of a run that died,
   // which is removed. with_checkpoints: it may also hold folders named checkpoint-N, which are left as they are. logs:
   // files that the run writes to itself, wherever they lie; of those in the folder, what an earlier process wrote, also
   // under "NAME.N", is left as it is.

@@ -30,7 +30,7 @@ class Gradients {
   Gradients(std::vector<at::Tensor> sums) : sums_(std::move(sums)) {}  // NOLINT(google-explicit-constructor)
   Gradients(std::initializer_list<at::Tensor> sums) : sums_(sums) {}
   explicit Gradients(std::size_t count) : sums_(count) {}
-  // fresh: of each sum, or empty where all hold values. rule: null: ops.h's.
+  // fresh: of each sum, or empty if all hold values. rule: null: ops.h's.
   Gradients(std::vector<at::Tensor> sums, std::vector<bool> fresh, ProductRule rule)
       : sums_(std::move(sums)), fresh_(std::move(fresh)), rule_(std::move(rule)) {}
   // One owner: of two, each would take the same sum for fresh.

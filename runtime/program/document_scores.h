@@ -13,7 +13,7 @@ namespace tierflow {
 
 class DocumentScores {
  public:
-  // The file has its name when it is whole. Throws Exception where it cannot be made, and (kind usage) where something
+  // The file has its name when it is whole. Throws Exception if it cannot be made, and (kind usage) where something
   // that is no file has its name.
   DocumentScores(std::filesystem::path path, std::int64_t sequence_length);
   // A micro-batch of training sequences, from the `first` on, and what the head found of its tokens.

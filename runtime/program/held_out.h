@@ -16,7 +16,7 @@ namespace tierflow {
 
 class HeldOut {
  public:
-  // All outlive this. What is found goes into record and summary. Throws Exception (kind usage) where options need
+  // All outlive this. What is found goes into record and summary. Throws Exception (kind usage) if options need
   // held-out sequences and there are none.
   HeldOut(const TrainOptions& options, const Dataset& data, const PreferenceRun& preference, RunResult& result,
           TrainingLog& log, RunRecord& record, RunSummary& summary);

@@ -14,7 +14,7 @@ struct LeftRun {
 
 // Looks, and ends what that process began: a move of the state, the removal of the state of a run whose result is whole
 // or that ended before its first commit. Where the result is whole, a state of any other run stays. Says what it does.
-// Throws Exception where what is there can neither be gone on with nor is a result.
+// Throws Exception if what is there can neither be gone on with nor is a result.
 LeftRun find_left_run(const TrainOptions& options, TrainingLog& log);
 
 }  // namespace tierflow

@@ -52,7 +52,7 @@ class OptionTable {
   const std::vector<OptionRow>& rows() const { return rows_; }
   // The row of that name, or null.
   const OptionRow* find(const std::string& name) const;
-  // "; did you mean --x?", or nothing where no name is near.
+  // "; did you mean --x?", or nothing if no name is near.
   std::string suggestion(const std::string& name) const;
   // Sets what `values` names; `where` (a file, or empty) goes into errors.
   void apply(const OptionValues& values, const std::string& where) const;

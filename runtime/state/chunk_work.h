@@ -62,7 +62,7 @@ class ChunkWork : public swap::HostWork {
   // The same for a bf16 gradient.
   void measure_pieces(const swap::Chunk& chunk, std::vector<TensorPiece> pieces, std::span<const std::byte> gradient);
 
-  // AdamW over all pieces: how many elements were updated. params_of: nothing where the tensor and its moments stay as
+  // AdamW over all pieces: how many elements were updated. params_of: nothing if the tensor and its moments stay as
   // they are; rounding key and first element are filled in.
   std::uint64_t update_pieces(const swap::Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
                               std::span<std::byte> state,

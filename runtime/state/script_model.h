@@ -63,7 +63,7 @@ class ScriptModel {
   std::vector<Source> ordinary_;  // those that are saved
 };
 
-// That of a store; nothing where a session made it.
+// That of a store; nothing if a session made it.
 std::optional<ScriptModel> script_in(const StoredModel& model, const Folders& storage);
 
 }  // namespace tierflow

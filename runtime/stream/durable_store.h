@@ -9,7 +9,7 @@
 
 namespace tierflow {
 
-// Finds what an earlier durable Streamer over these units committed in options.storage; nothing where there is none.
+// Finds what an earlier durable Streamer over these units committed in options.storage; nothing if there is none.
 // What lies in other folders is brought into these, what ended before its first commit is removed. Throws where a
 // process holds it, where it is damaged, and where it is not this run's, saying what differs. say: hears of a move,
 // when it begins or when the end of one is made up for.
