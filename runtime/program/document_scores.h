@@ -1,5 +1,5 @@
 #pragma once
-// What an evaluation found of each row of the data, as lines of JSON in the order of the rows:
+// Writes the scores of each row of the data in an evaluation, as lines of JSON in the order of the rows:
 // {"document": 0, "tokens": 12, "loss": 1.25, "accuracy": 0.5}. tokens: those that are predicted and count.
 #include <cstdint>
 #include <filesystem>

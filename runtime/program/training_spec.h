@@ -1,5 +1,5 @@
 #pragma once
-// What is trained of the model that the options name.
+// The specification of the model that the options name, with what is trained of it.
 #include <string>
 #include <utility>
 #include <vector>
