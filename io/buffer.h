@@ -51,7 +51,7 @@ class Buffer {
   void* owner_ = nullptr;
 };
 
-// Page-aligned memory of its own (mmap), zeroed, freed with the Buffer; empty where the system refuses.
+// Page-aligned memory of its own (mmap), zeroed, freed with the Buffer; empty if the system refuses.
 Buffer allocate_buffer(std::size_t bytes);
 
 // `count` Buffers of `bytes` each, page-aligned parts of one allocation: the kernel can give it huge pages, from which

@@ -37,7 +37,7 @@ struct MemberHeader {
   std::uint64_t data_bytes = 0;
   std::uint64_t data_start = kDataStart;
   std::vector<std::uint32_t> weights;  // of all members
-  std::string first_copy_wrong;        // why the second one was read; empty where it was not
+  std::string first_copy_wrong;        // why the second one was read; empty if it was not
 
   // Both copies.
   Error write(const File& file) const;

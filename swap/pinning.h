@@ -29,7 +29,7 @@ class PinnedPieces {
   using Register = std::function<std::string(std::span<std::byte> piece)>;
 
   // Registers `pieces`, each of kRegistration at most, until the first refusal. Then tries half of the refused piece, a
-  // quarter of it and so on. Returns what to tell the user; empty where all of them are pinned.
+  // quarter of it and so on. Returns what to tell the user; empty if all of them are pinned.
   std::string pin(std::span<const std::span<std::byte>> pieces, const Register& register_piece);
   // Unregisters all pieces, in the order of their registration.
   void unpin(const std::function<void(std::span<std::byte> piece)>& unregister_piece);

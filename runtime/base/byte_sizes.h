@@ -1,5 +1,5 @@
 #pragma once
-// Sizes as they are written: 24_GiB.
+// Literals for sizes in bytes: 24_GiB.
 #include <cstdint>
 
 namespace tierflow {

@@ -1,5 +1,5 @@
 #pragma once
-// How much of the processors other programs take while something is measured.
+// Measures how much of the processors other programs take.
 #include <chrono>
 
 namespace tierflow {
@@ -7,7 +7,7 @@ namespace tierflow {
 class LoadMeter {
  public:
   LoadMeter();  // starts now
-  // Cores that others took since then, on average; 0 where the system does not say.
+  // Cores that other programs have taken since then, on average; 0 if the system does not say.
   double other_cores() const;
 
  private:

@@ -1,5 +1,5 @@
 #pragma once
-// Bits that look random, from any number: SplitMix64's last step (Steele, Lea, Flood 2014).
+// Makes bits that look random of any number: the last step of SplitMix64 (Steele, Lea, Flood 2014).
 #include <cstdint>
 
 namespace tierflow {

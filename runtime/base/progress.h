@@ -1,5 +1,5 @@
 #pragma once
-// How far a long call has come.
+// Reports the progress of a long call.
 #include <cstdint>
 #include <functional>
 
@@ -9,8 +9,8 @@ namespace tierflow {
 // or visits of a stage, as the phase counts. Called on the thread that works.
 using Progress = std::function<void(const char* phase, std::uint64_t done, std::uint64_t total)>;
 
-// Called, on the thread that writes a file, before so many bytes of it go to the drive, and before so many are read
-// back. It may wait. What it throws ends the writing.
+// Called on the thread that writes a file, before `bytes` bytes of it go to the drive, and before `bytes` bytes are
+// read back. It may wait. An exception from it ends the writing.
 using BeforeMove = std::function<void(std::uint64_t bytes)>;
 
 }  // namespace tierflow

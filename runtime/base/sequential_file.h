@@ -1,5 +1,5 @@
 #pragma once
-// A new file that is written from its beginning to its end, and no part of it twice.
+// A new file that is written once, from its beginning to its end.
 #include <array>
 #include <condition_variable>
 #include <cstddef>
@@ -19,12 +19,12 @@
 
 namespace tierflow {
 
-// A thread writes one piece while the caller fills the next. The page cache is bypassed where the file system allows
-// that; elsewhere what is on the drive is dropped from it. At the end the file is read from the drive and compared with
+// A thread writes one piece while the caller fills the next. If the file system allows it, the page cache is bypassed;
+// if not, pages that are on the drive are dropped from it. At the end the file is read from the drive and compared with
 // what was written. Takes 8 MiB of memory.
 class SequentialFile {
  public:
-  // Creates the file, or empties one that is there; a symbolic link is refused.
+  // Creates the file, or empties an existing one; a symbolic link is refused.
   explicit SequentialFile(std::filesystem::path path);
   // The file keeps what was written so far.
   ~SequentialFile();
@@ -34,8 +34,8 @@ class SequentialFile {
   void before_each_move(BeforeMove before) { before_ = std::move(before); }
   // Copies the bytes. An error of an earlier piece is thrown here or by finish(), and by every call after that.
   void write(std::span<const std::byte> bytes);
-  // All bytes are on the drive when this returns, and were read back as they were written. Throws Exception:
-  // corruption, with the place, where other bytes came back. Once, as the last call.
+  // When this returns, all bytes are on the drive and were read back as they were written. Throws Exception (kind
+  // corruption) with the place if other bytes came back. Call it once, as the last call.
   void finish();
 
  private:

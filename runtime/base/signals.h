@@ -1,5 +1,5 @@
 #pragma once
-// How a user stops a command so that it ends cleanly: Ctrl-C, `kill`, closing the terminal.
+// Lets a user stop a command so that it ends cleanly: with Ctrl-C, `kill`, or by closing the terminal.
 #include "runtime/base/exception.h"
 
 namespace tierflow {
@@ -10,7 +10,7 @@ namespace tierflow {
 // size, fails as a write and does not end the process.
 void watch_signals();
 
-// The number of the first signal that was counted; 0 where none was.
+// The number of the first signal that was counted; 0 if none was.
 int stop_signal();
 
 // The command ended because a signal asked for it. Nothing half-written is left. The exit code is 128 + signal.
@@ -23,7 +23,7 @@ class Stopped : public Exception {
   int signal_;
 };
 
-// Throws Stopped where a signal was counted. what_is_left: ends the line that the user reads.
+// Throws Stopped if a signal was counted. what_is_left: the end of the line that the user reads.
 void throw_if_stopped(const char* what_is_left = "nothing was kept");
 
 }  // namespace tierflow

@@ -1,6 +1,6 @@
 #pragma once
-// JSON from strangers: bounded depth, no duplicate names, valid UTF-8, no NaN; and typed access whose errors name file
-// and field.
+// JSON that may be hostile: bounded depth, no duplicate names, valid UTF-8, no NaN. Typed access, whose errors name
+// file and field.
 #include <cstdint>
 #include <initializer_list>
 #include <nlohmann/json.hpp>
@@ -38,11 +38,11 @@ class JsonFields {
 
   const std::string& where() const { return where_; }
   const Json& object() const { return object_; }
-  // The field, or null where it is absent or null.
+  // The field; null if it is absent or null.
   const Json* find(const char* name) const;
-  // Whether it is there as null: transformers' None, which is not always the default.
+  // Whether the field exists and is null: transformers' None, which is not always the default.
   bool is_null(const char* name) const;
-  // Notes them as asked for: fields that are read in some objects only.
+  // Counts these fields as asked for: they are read only in some objects.
   void know(std::initializer_list<const char*> names) const;
   std::int64_t integer(const char* name, std::int64_t least, std::int64_t most) const;
   std::int64_t integer_or(const char* name, std::int64_t fallback, std::int64_t least, std::int64_t most) const;

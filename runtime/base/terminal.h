@@ -1,12 +1,12 @@
 #pragma once
-// How wide lines may be, and prose broken into such lines.
+// The width of a terminal, and breaking prose into lines.
 #include <cstddef>
 #include <string>
 #include <string_view>
 
 namespace tierflow {
 
-// Columns of the terminal that the descriptor leads to; 80 where it leads to none.
+// Columns of the terminal that the descriptor leads to; 80 if it leads to none.
 std::size_t columns_of(int descriptor);
 
 // `text` with a line break in place of blanks wherever a line would be longer than `columns`. Lines after the first are

@@ -5,8 +5,8 @@
 
 namespace tierflow {
 
-// Position of the first byte of `text` that is not part of valid UTF-8; npos where all is valid. A sequence that is cut
-// by the end of `text` counts as invalid, from its first byte.
+// Position of the first byte of `text` that is not part of valid UTF-8; npos if all of it is valid. A sequence that is
+// cut by the end of `text` counts as invalid, from its first byte.
 std::size_t find_invalid_utf8(std::string_view text);
 
 }  // namespace tierflow

@@ -1,6 +1,6 @@
 #pragma once
-// A teacher's most likely tokens (runtime/data/teacher_file.h) of prepared data: what a file is made of, and as
-// micro-batches bring them.
+// A teacher's most likely tokens (runtime/data/teacher_file.h) for prepared data: the shape of a file, and adding them
+// to micro-batches.
 #include <cstdint>
 
 #include "runtime/base/progress.h"
@@ -17,8 +17,8 @@ TeacherShape teacher_shape(const Dataset& data, std::int64_t top, std::int64_t v
 // Throws Exception (kind usage) for a file of other data, or of tokens that a vocabulary of this size does not have.
 void check_teacher(const TeacherFile& file, const Dataset& data, std::int64_t vocabulary);
 
-// Gives a micro-batch of the data's training or held-out sequences from the `first` on their tokens. Throws Exception
-// (kind corruption) where the file is damaged.
+// Adds the teacher's tokens to a micro-batch of the data's training or held-out sequences from number `first` on.
+// Throws Exception (kind corruption) if the file is damaged.
 void add_teacher(MicroBatch& batch, const TeacherFile& file, const Dataset& data, Sequences which, std::int64_t first);
 
 }  // namespace tierflow

@@ -1,5 +1,5 @@
 #pragma once
-// What the kinds of quantised weights have in common, and the kinds. For packed_weight.cpp and these alone.
+// The kinds of quantised weights, and what they have in common. Only for packed_weight.cpp and the files of the kinds.
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -10,10 +10,10 @@ namespace tierflow {
 
 inline constexpr std::uint64_t kPackedPiece = 1 << 18;  // elements that are decoded at once
 
-// UINT64_MAX where a size is negative or their product is none.
+// UINT64_MAX if a size is negative or the product does not fit.
 std::uint64_t packed_elements(const std::vector<std::int64_t>& shape);
 
-// Parts of one weight, looked up and checked.
+// Finds and checks the parts of one weight.
 class PackedLookup {
  public:
   PackedLookup(std::string name, std::string where, const PackedParts& parts);
@@ -38,12 +38,12 @@ std::vector<std::uint8_t> packed_bytes(const PackedParts& folder, const RawTenso
 std::vector<float> packed_floats(const PackedParts& folder, const std::string& part, std::uint64_t first,
                                  std::uint64_t count);
 
-// 4 bits of bitsandbytes; state: the name of the part that describes them.
+// bitsandbytes in 4 bits; state: the name of the part that describes them.
 std::shared_ptr<const PackedWeight> packed_four_bits(const PackedLookup& parts, const std::string& state);
 
 // One byte an element, and a scale for each row or tile of a matrix, for each matrix, or for all.
 enum class PackedScales {
-  rows_of_integers,  // 8 bits of bitsandbytes
+  rows_of_integers,  // bitsandbytes in 8 bits
   as_shaped          // the shape of the part says which
 };
 // scales: the part that holds them. aside: another part that there may be, which changes no value.

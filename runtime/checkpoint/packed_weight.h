@@ -37,7 +37,7 @@ struct RawTensor {
 
 // The folder that holds the parts; outlives the weight.
 struct PackedParts {
-  std::function<const RawTensor*(const std::string& name)> find;  // null where there is none
+  std::function<const RawTensor*(const std::string& name)> find;  // null if there is none
   std::function<void(const RawTensor& tensor, std::uint64_t offset, std::span<std::byte> out)> read;
   // Elements of a tensor of floating-point numbers.
   std::function<void(const std::string& name, std::uint64_t first, std::span<float> out)> floats;
@@ -47,14 +47,14 @@ class PackedWeight {
  public:
   virtual ~PackedWeight() = default;
   const std::vector<std::int64_t>& shape() const { return shape_; }
-  // Of the tensors that it consists of, beside the one of its codes.
+  // The names of the tensors that it consists of, without the one of its codes.
   const std::vector<std::string>& parts() const { return parts_; }
   // Elements [first, first + out.size()), as fp32 products without another rounding. Any thread may call it.
   virtual void read(std::uint64_t first, std::span<float> out) const = 0;
   // Whether its codes and scales are those of this format. It may be several such weights below each other.
   virtual bool has(WeightFormat) const { return false; }
-  // Where it is: the stored bytes (weight_format.h) of the weights in elements [first, first + count), which are whole
-  // rows of an fp8_rows and whole matrices of another.
+  // If has() is true: the stored bytes (weight_format.h) of elements [first, first + count). These must be
+  // whole rows for fp8_rows, and whole matrices for other formats.
   virtual std::vector<std::byte> read_unconverted(WeightFormat format, std::uint64_t first, std::uint64_t count) const;
 
  protected:
@@ -62,9 +62,9 @@ class PackedWeight {
   std::vector<std::string> parts_;
 };
 
-// A tensor may hold the codes of a weight: the name of that weight.
+// If a tensor of this name may hold the codes of a weight: the name of that weight.
 std::string packed_name(const std::string& name_of_codes);
-// The weight `name`, if its codes and the others there are make one; else null. Throws Exception (kind input) naming
+// The weight `name`, if its codes and the other tensors make one; else null. Throws Exception (kind input) naming
 // `where` and the tensor whose parts do not fit together.
 std::shared_ptr<const PackedWeight> packed_weight(const std::string& name, const std::string& where,
                                                   const PackedParts& parts);

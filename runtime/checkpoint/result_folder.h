@@ -1,5 +1,5 @@
 #pragma once
-// The folder that a command writes a model to: claimed before the work begins, filled at its end.
+// The folder that a command writes a model to. It is claimed before the work begins and filled at the end.
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -14,7 +14,7 @@ namespace tierflow {
 class ResultFolder {
  public:
   // Makes the folder and those above it, tries to write in it, and locks it: another process that wants it is refused
-  // (kind locked). Throws Exception (kind usage) where it holds anything but the unfinished result of a run that died,
+  // (kind locked). Throws Exception (kind usage) if it holds anything but the unfinished result of a run that died,
   // which is removed. with_checkpoints: it may also hold folders named checkpoint-N, which are left as they are. logs:
   // files that the run writes to itself, wherever they lie; of those in the folder, what an earlier process wrote, also
   // under "NAME.N", is left as it is.
@@ -26,14 +26,14 @@ class ResultFolder {
   ResultFolder& operator=(const ResultFolder&) = delete;
 
   const std::filesystem::path& path() const { return path_; }
-  // Throws Exception (kind environment) where the drive has less room.
+  // Throws Exception (kind environment) if the drive has less room.
   void check_space(std::uint64_t bytes) const;
   // Durably marks the folder as one with an unfinished result, until the result's last file is there (config.json or
   // adapter_config.json); before the first file.
   void begin(const std::string& last = "config.json") const;
-  // The result is whole and flushed: it stays.
+  // Call it when the result is whole and flushed: it stays.
   void finish() { finished_ = true; }
-  // It is no result after all: it goes with this object.
+  // Takes finish() back: the result is removed with this object.
   void withdraw() { finished_ = false; }
 
  private:
@@ -46,17 +46,17 @@ class ResultFolder {
   bool finished_ = false;
 };
 
-// The folders FOLDER/checkpoint-N: models that a run writes on its way, each whole and flushed before it has its name.
-// Those of a step that is done again are replaced.
+// The folders FOLDER/checkpoint-N: models that a run writes before its end. Each is whole and flushed before it has its
+// name. If a step is done again, its folder is replaced.
 class Checkpoints {
  public:
   explicit Checkpoints(std::filesystem::path folder) : folder_(std::move(folder)) {}
   // `fill` begins the folder that it is given and writes the model there. Returns the folder's final name.
   std::filesystem::path write(std::int64_t step, const std::function<void(const ResultFolder&)>& fill) const;
   bool has(std::int64_t step) const;
-  // Of the last step whose folder holds `last_file`, so is whole; nothing where there is none.
+  // The folder of the last step that has `last_file` and so is whole; nothing if there is none.
   std::optional<std::filesystem::path> newest(const char* last_file) const;
-  // Removes one, if it is there, with what a result consists of. Other files stay, and their folder.
+  // Removes the files of a result in one such folder, if it exists. Other files stay, and then so does the folder.
   void remove(std::int64_t step) const;
   // Removes all but the last `count`, and the one of step `besides`, which does not count; 0: none.
   void keep_last(std::int64_t count, std::int64_t besides) const;
@@ -74,7 +74,7 @@ class CompanionFiles {
  public:
   explicit CompanionFiles(std::filesystem::path folder);
   std::uint64_t bytes() const;
-  // Each is flushed before it has its name.
+  // Writes each file; it is flushed before it has its name.
   void copy_to(const std::filesystem::path& folder) const;
 
  private:

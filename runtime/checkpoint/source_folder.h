@@ -1,7 +1,7 @@
 #pragma once
-// A model folder as what a model and a result come from: which of its tensors are the language model's, and what it
-// holds beside them. That is not trained and goes into a result as it is: towers and projectors of models of text and
-// images, layers that predict several tokens at once (GLM-4.5).
+// The model folder that a model and a result come from: which of its tensors belong to the language model, and what
+// else it has. The other parts are not trained and are copied to a result unchanged: towers and projectors of
+// multimodal models, and layers that predict several tokens at once (GLM-4.5).
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -26,19 +26,20 @@ class SourceFolder {
   // spec: of the folder's config.json.
   SourceFolder(const ModelSpec& spec, std::shared_ptr<const Checkpoint> checkpoint);
 
-  // Whether a result takes anything from the folder: other tensors, or the names and the config.json of a class that
+  // Whether a result copies anything from the folder: other tensors, or the names and the config.json of a class that
   // wraps the language model.
   bool gives() const { return wraps_ || !others_.empty(); }
   const std::filesystem::path& folder() const { return checkpoint_->folder(); }
-  // How a tensor of the language model is called in a result.
+  // The name in a result of a tensor of the language model.
   std::string name_of(const TensorSpec& tensor) const;
   const std::string& config_json() const { return config_json_; }
-  // The other tensors, those that the folder stores quantised as bf16, in the order of write(); and their size.
+  // The other tensors in the order of write(), and their size. Tensors that the folder stores quantised are written as
+  // bf16.
   std::vector<TensorHeader> headers() const;
   std::uint64_t bytes() const;
   // XXH3 of config_json(), headers() and what write() writes.
   std::uint64_t hash(const Progress& progress = {}) const;
-  // The other tensors, streamed. Throws Exception (kind input) where they are not those of that hash.
+  // Writes the other tensors, streamed. Throws Exception (kind input) if they do not have that hash.
   void write(CheckpointWriter& writer, std::optional<std::uint64_t> hash, const Progress& progress = {}) const;
 
  private:

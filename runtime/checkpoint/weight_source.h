@@ -1,5 +1,5 @@
 #pragma once
-// Where a model's first weights come from.
+// Sources of a model's first weights.
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -21,9 +21,9 @@ struct StoredSource {
   std::function<std::vector<std::byte>(const TensorSpec& tensor)> read;
 };
 
-// The stored bytes of a frozen tensor in its format, which is not bf16: those that the source has, where it stores the
-// tensor so; else made of its values, piece by piece. fill: as `weights`, and may take several threads. Throws
-// Exception (kind input) naming the tensor.
+// The stored bytes of a frozen tensor in its format, which is not bf16. If the source stores the tensor in this format,
+// its bytes are taken; else they are made from its values, piece by piece. fill: as `weights`; it may take several
+// threads. Throws Exception (kind input), which names the tensor.
 std::vector<std::byte> stored_weight(const TensorSpec& tensor, const StoredSource& stored,
                                      const std::function<void(std::uint64_t first, std::span<float> out)>& fill);
 

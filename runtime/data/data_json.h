@@ -1,5 +1,5 @@
 #pragma once
-// What became of the data, as JSON.
+// The summaries of the data, as JSON.
 #include <nlohmann/json_fwd.hpp>
 #include <vector>
 
@@ -7,7 +7,7 @@
 
 namespace tierflow {
 
-// A list: for each dataset an object, what `tierflow data prepare --json` prints.
+// A list with an object for each dataset, as `tierflow data prepare --json` prints it.
 nlohmann::ordered_json data_json(const std::vector<DataSummary>& data);
 
 }  // namespace tierflow

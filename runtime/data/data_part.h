@@ -19,7 +19,7 @@ std::uint64_t permute(std::uint64_t index, std::uint64_t n, std::uint64_t key);
 
 class DataPart {
  public:
-  // paths: of this part. number: among the parts.
+  // paths: the files of this part. number: of this part among all parts.
   DataPart(const DataOptions& options, std::vector<std::filesystem::path> paths, std::size_t number);
 
   // Counts and indices are of examples: pairs of sequences where pairs() is true, else sequences.
@@ -27,11 +27,12 @@ class DataPart {
   std::int64_t held_out() const { return held_out_; }
   bool pairs() const { return group_ == 2; }
   std::uint64_t fingerprint() const { return fingerprint_; }
-  // Of the sequences alone: neither their order nor which are held out.
+  // Depends only on the sequences, not on their order or which are held out.
   std::uint64_t sequences_hash() const { return sequences_hash_; }
   const DataSummary& summary() const { return summary_; }
   bool isolated() const { return isolated_; }
-  // Where the `index`-th training example over all epochs, or held-out example, lies among all examples.
+  // The place among all examples of the `index`-th training example over all epochs, or of the `index`-th held-out
+  // example.
   std::int64_t training_place(std::int64_t index) const;
   std::int64_t held_out_place(std::int64_t k) const;
   std::int64_t examples() const { return source_->count() / group_; }
@@ -47,7 +48,7 @@ class DataPart {
 
   std::int64_t length_;
   std::uint64_t key_;
-  std::unique_ptr<TokenStore> store_;  // of text
+  std::unique_ptr<TokenStore> store_;  // for text
   std::unique_ptr<SequenceSource> source_;
   std::int64_t group_ = 1;  // sequences that stay together
   std::int64_t held_out_ = 0;

@@ -24,7 +24,7 @@ struct Source {
 // kind.
 std::vector<Source> list_sources(const std::vector<std::filesystem::path>& paths);
 
-// Takes what the files hold, in order.
+// Receives the content of the files, in order.
 class DocumentSink {
  public:
   virtual ~DocumentSink() = default;
@@ -34,7 +34,7 @@ class DocumentSink {
   virtual void text(std::string_view piece) = 0;
   virtual void end_document() = 0;
   virtual void tokens(const std::string& where, std::span<const std::uint32_t> ids) = 0;
-  // A record was passed over (skip_bad_records), because of this.
+  // A record was skipped (skip_bad_records) for this reason.
   virtual void skip(const io::Error& why) = 0;
 };
 
@@ -46,7 +46,7 @@ void read_source(const Source& source, const DataOptions& options, DocumentSink&
 void read_npy(const std::filesystem::path& path, DocumentSink& sink);
 void read_bin(const std::filesystem::path& path, int width, DocumentSink& sink);
 
-// Bytes of one stored token: 2 where every id of the vocabulary fits, else 4.
+// Bytes of one stored token: 2 if every id of the vocabulary fits, else 4.
 int token_width(std::int64_t vocab_size);
 
 }  // namespace tierflow

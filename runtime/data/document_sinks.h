@@ -1,5 +1,5 @@
 #pragma once
-// From documents to tokens: bytes as they are, or text through a tokenizer.
+// Turns documents into tokens: each byte is a token, or text goes through a tokenizer.
 #include <memory>
 
 #include "runtime/data/data_source.h"
@@ -7,14 +7,14 @@
 
 namespace tierflow {
 
-// A sink that fills a token store. finish() after the last document.
+// A sink that fills a token store. Call finish() after the last document.
 class TokenSink : public DocumentSink {
  public:
   virtual void finish() {}
-  // Anything besides white space has come.
+  // Whether anything but white space has come.
   bool content() const { return content_; }
   std::int64_t skipped() const { return skipped_; }
-  // Why the first of them was passed over.
+  // Why the first of them was skipped.
   const io::Error& first_skipped() const { return first_skipped_; }
   void skip(const io::Error& why) override {
     if (skipped_++ == 0) first_skipped_ = why;

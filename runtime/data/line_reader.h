@@ -1,5 +1,5 @@
 #pragma once
-// The lines of a text file, one after the other, in bounded memory.
+// Reads the lines of a text file, one after the other, in bounded memory.
 #include <cstdint>
 #include <filesystem>
 #include <string>
@@ -10,12 +10,12 @@ namespace tierflow {
 
 class LineReader {
  public:
-  // Throws Exception where the file cannot be opened.
+  // Throws Exception if the file cannot be opened.
   explicit LineReader(const std::filesystem::path& path);
   // The next line, without its end and without a byte-order mark at the file's begin; the last one may be empty. False
   // after it. Throws Exception (kind input), naming file and line, for a line of more than 64 MiB.
   bool next(std::string& line);
-  // "FILE:NUMBER" of the line that next() gave.
+  // "FILE:NUMBER" for the line that next() gave.
   std::string where() const;
   std::uint64_t number() const { return number_; }
 

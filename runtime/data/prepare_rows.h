@@ -1,6 +1,7 @@
 #pragma once
-// Rows of conversations, prompts and completions, texts or token ids become a file of rows. The model's own tokenizer
-// does that, in Python, once: the file is kept under a name that says what it was made of.
+// Turns rows of conversations, prompts and completions, texts or token ids into a file of tokens. The model's own
+// tokenizer does this in Python, once: the file is kept in the cache under a name that is a hash of what it was made
+// from.
 #include <string>
 #include <vector>
 

@@ -1,5 +1,5 @@
 #pragma once
-// Prompts become tokens, and tokens text, by the model's own tokenizer and chat template, in Python.
+// Turns prompts into tokens, and tokens into text, with the model's own tokenizer and chat template, in Python.
 #include <cstdint>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
@@ -22,12 +22,12 @@ class PromptTokenizer {
   // the special tokens that the tokenizer adds. Throws Exception (kind input) for what is neither, and for messages
   // without a tokenizer or a chat template.
   std::vector<std::vector<std::int64_t>> encode(const nlohmann::ordered_json& prompts);
-  // Ids of tokens by their text. Throws Exception (kind input) for one that the tokenizer does not have.
+  // The ids of tokens with these texts. Throws Exception (kind input) for a token that the tokenizer does not have.
   std::vector<std::int64_t> ids_of(const std::vector<std::string>& tokens);
   // The text of tokens, special ones left out; U+FFFD stands for bytes that are no character yet.
   std::string decode(const std::vector<std::int64_t>& tokens);
 
-  // From now on a signal that asks the command to end does not end these calls.
+  // From now on a signal that stops the command does not end these calls.
   void ignore_stops();
 
  private:

@@ -1,6 +1,6 @@
 #pragma once
-// A Python script in a process of its own, spoken to through a socket, with a limit on how long it may be silent: what
-// hostile files make of Python's libraries happens only there.
+// A Python script in a process of its own, which is reached through a socket and may be silent only for a limited time.
+// So hostile files can harm Python's libraries only there.
 #include <sys/types.h>
 
 #include <cstddef>
@@ -17,14 +17,14 @@ class PythonProcess {
  public:
   struct Job {
     const char* script;                  // text of the script
-    std::vector<std::string> arguments;  // after it
+    std::vector<std::string> arguments;  // after the script
     std::filesystem::path python;        // empty: python3
-    std::string path;                    // what errors name: the file or folder that the script works on
-    std::string package;                 // what Python needs for it
+    std::string path;                    // for errors: the file or folder that the script works on
+    std::string package;                 // the Python package that the script needs
     double patience;                     // seconds
   };
 
-  // Throws Exception (environment) where Python cannot be started.
+  // Throws Exception (kind environment) if Python cannot be started.
   explicit PythonProcess(Job job);
   PythonProcess(const PythonProcess&) = delete;
   PythonProcess& operator=(const PythonProcess&) = delete;
@@ -34,7 +34,7 @@ class PythonProcess {
   const std::string& python() const { return python_; }
   // From now on a counted signal does not end send() and receive(): what there is can still be asked for.
   void ignore_stops() { heeds_stops_ = false; }
-  // Throws Stopped where a signal was counted, unless stops are ignored.
+  // Throws Stopped if a signal was counted, unless stops are ignored.
   void heed_stop() const;
   // All of the bytes. Throw Exception: where the script has ended, with its last line on standard error (input for its
   // exit status 3, else environment); input where it is silent for too long; Stopped.

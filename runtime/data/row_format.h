@@ -8,16 +8,16 @@
 
 namespace tierflow {
 
-// That of the first row, or of the first one that is of a known format where bad rows are passed over: text,
-// messages, prompt-completion, sharegpt, alpaca, tokens, preference. A row that has the text's field is text, whatever
-// else it has, unless pairs alone are wanted.
-// "text" too where no row tells.
+// The format of the first row, or, if bad rows are skipped, of the first row of a known format: text, messages,
+// prompt-completion, sharegpt, alpaca, tokens, preference. A row that has the text's field is text, whatever else it
+// has, unless pairs alone are wanted.
+// It is "text" too if no row tells the format.
 std::string row_format(const std::filesystem::path& path, const DataOptions& options);
 
-// That of pairs of answers.
+// The name of the format for pairs of answers.
 inline constexpr const char* kPreferenceFormat = "preference";
 
-// The formats and their fields, for messages.
+// The formats and their fields, for error messages.
 inline constexpr const char* kRowFormats =
     "text, messages, prompt and completion, conversations (ShareGPT), instruction and output (Alpaca), chosen and "
     "rejected, "

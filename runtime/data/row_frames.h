@@ -1,5 +1,5 @@
 #pragma once
-// What the program and bindings/tierflow/prepare_rows.py say to each other.
+// The messages between the program and bindings/tierflow/prepare_rows.py.
 #include <cstddef>
 #include <filesystem>
 #include <nlohmann/json_fwd.hpp>
@@ -10,10 +10,10 @@
 
 namespace tierflow {
 
-// The folder of the options' tokenizer; empty where there is none.
+// The folder of the options' tokenizer; empty if there is none.
 std::filesystem::path tokenizer_folder(const DataOptions& options);
 
-// The script, started. mode: its argument, or empty.
+// Starts the script. mode: its argument, or empty.
 PythonProcess::Job rows_job(const DataOptions& options, const char* mode);
 
 void send_json(PythonProcess& process, const nlohmann::ordered_json& value);
@@ -23,7 +23,7 @@ struct Frame {
   std::vector<std::byte> payload;
   nlohmann::ordered_json json() const;
 };
-// Throws Exception (kind input) where the frame is a failure.
+// Throws Exception (kind input) if the frame reports a failure.
 Frame receive_frame(PythonProcess& process);
 
 }  // namespace tierflow

@@ -1,5 +1,5 @@
 #pragma once
-// Sequences of one length, cut from text or packed from rows, by number.
+// Sequences of one length, cut from text or packed from rows. They are found by number.
 #include <cstdint>
 #include <filesystem>
 #include <memory>
@@ -16,11 +16,11 @@ class SequenceSource {
  public:
   virtual ~SequenceSource() = default;
   virtual std::int64_t count() const = 0;
-  // Of that sequence, without the padding behind them.
+  // Tokens of that sequence, without the padding after them.
   virtual std::int64_t tokens(std::int64_t sequence) const = 0;
   // The rows that a sequence consists of, in its order. Throws Exception (kind usage) for text.
   virtual std::vector<DocumentSpan> documents(std::int64_t sequence) const = 0;
-  // A span may be empty: that part is not wanted. Labels are the token that each position predicts, or -100.
+  // An empty span means that this part is not wanted. A label is the token that the position predicts, or -100.
   virtual void read(std::int64_t sequence, std::span<std::int64_t> ids, std::span<std::int64_t> labels,
                     std::span<std::int64_t> positions) const = 0;
 };
@@ -42,12 +42,12 @@ class TextSequences : public SequenceSource {
 
 // How rows become sequences.
 enum class Packing : std::uint8_t {
-  none,    // one row a sequence, cut at its length, padded behind its end
-  bfd,     // several rows a sequence, best fit first, each cut at the sequence's length, none seeing another
-  concat,  // rows one after the other, cut without regard to them; what is left at the end is dropped
+  none,    // one row in a sequence, cut at the sequence's length, padded after its end
+  bfd,     // several rows in a sequence by best fit, each cut at the sequence's length, none seeing another
+  concat,  // rows one after the other, cut into sequences without regard to rows; what is left at the end is dropped
 };
 
-// Rows by the sequence. What it keeps of them lies in nameless files: memory does not grow with their number.
+// Sequences of rows. Its data lies in nameless files, so memory does not grow with the number of rows.
 class PackedRows : public SequenceSource {
  public:
   // Reads all of the rows, and checks them.

@@ -1,5 +1,5 @@
 #pragma once
-// What a teacher found most likely at each position that is trained on, for the sequences of one dataset.
+// The tokens that a teacher found most likely at each position that is trained on, for the sequences of one dataset.
 // Little-endian:
 //
 //     byte 0   "TFTEACH\n"
@@ -49,7 +49,7 @@ class TeacherFileWriter {
   // The bytes go to a file without a name in the folder of `path`. Throws Exception: environment where the drive has no
   // room for it, usage where something that is no file has the name.
   TeacherFileWriter(std::filesystem::path path, const TeacherShape& shape);
-  // The next sequence.
+  // Appends the next sequence.
   void add(const TeacherTokens& tokens);
   // Completes the file, reads it back, and gives it its name. progress: of reading back.
   void finish(const Progress& progress);
@@ -73,9 +73,9 @@ class TeacherFile {
   const std::filesystem::path& path() const { return path_; }
   const TeacherShape& shape() const { return shape_; }
   std::uint32_t largest_id() const { return largest_; }
-  // Of the header, and so of everything.
+  // A hash of the header, which has the hashes of all other bytes.
   std::uint64_t hash() const { return hash_; }
-  // Compared with its checksum. Throws Exception (corruption).
+  // Reads a sequence and compares it with its checksum. Throws Exception (kind corruption).
   TeacherTokens read(std::uint64_t sequence) const;
 
  private:

@@ -1,5 +1,5 @@
 #pragma once
-// The packed token file of a dataset: written once, then read at random. It has no name, and a folder made for
+// The packed token file of a dataset. It is written once, then read in any order. It has no name, and a folder made for
 // it goes with it, so nothing is left behind.
 #include <cstdint>
 #include <filesystem>

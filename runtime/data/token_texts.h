@@ -1,5 +1,5 @@
 #pragma once
-// Tokens as text again, as a person wants to see them.
+// Turns tokens into text that a person can read.
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -13,7 +13,7 @@ class PythonProcess;
 
 class TokenTexts {
  public:
-  // Starts the options' Python with their tokenizer, if there is one.
+  // Starts the Python of the options with their tokenizer, if there is one.
   explicit TokenTexts(const DataOptions& options);
   ~TokenTexts();
   // The text of each list, special tokens by their names; without a tokenizer, ids below 256 are bytes, and a list with

@@ -1,5 +1,5 @@
 #pragma once
-// The Hugging Face tokenizers library, in a Python process of its own, with a time limit: a hostile tokenizer.json can
+// The Hugging Face tokenizers library in a Python process of its own, with a time limit. A hostile tokenizer.json can
 // do harm only there.
 #include <cstdint>
 #include <span>
@@ -24,7 +24,7 @@ class TokenizerProcess {
 
   std::int64_t vocab_size() const { return vocab_size_; }
   std::int64_t end_of_text() const { return end_of_text_; }  // -1: none
-  // The pieces' tokens, with the end-of-text token after each document.
+  // The tokens of the pieces, with the end-of-text token after each document.
   std::vector<std::uint32_t> encode(std::span<const TextPiece> pieces);
 
  private:

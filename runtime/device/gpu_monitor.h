@@ -1,5 +1,5 @@
 #pragma once
-// What the NVIDIA driver tells of a card: utilisation, power, energy, the link. Its library (NVML) belongs to the
+// What the NVIDIA driver says about a card: utilisation, power, energy, the link. Its library (NVML) belongs to the
 // driver and is loaded when a monitor is opened. A machine without it has no monitor; nothing else changes.
 #include <cstdint>
 #include <memory>
@@ -17,14 +17,14 @@ struct GpuSample {
 
 class GpuMonitor {
  public:
-  // The card on that PCI bus; null where there is no NVML or it does not know the card.
+  // The card on that PCI bus; null if there is no NVML or it does not know the card.
   static std::unique_ptr<GpuMonitor> open(const std::string& pci_bus, const char* library = "libnvidia-ml.so.1");
   ~GpuMonitor();
 
   GpuSample sample() const;
-  // "PCIe 5.0 x16", and what it is below where it is below; empty where unknown.
+  // "PCIe 5.0 x16", and what the card could do if the link is slower; empty if unknown.
   std::string link() const;
-  // Bytes that all processes use, contexts included; empty where unknown.
+  // Bytes that all processes use, contexts included; empty if unknown.
   std::optional<std::uint64_t> bytes_used() const;
 
  private:

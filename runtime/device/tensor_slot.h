@@ -1,5 +1,5 @@
 #pragma once
-// Tensors side by side in one piece of device memory: how what is saved for an item lies in its slot.
+// How the tensors that are saved for an item lie in its slot: side by side in one piece of device memory.
 #include <torch/types.h>
 
 #include <cstddef>
@@ -14,7 +14,7 @@ struct TensorShape {
   std::uint64_t bytes = 0, offset = 0;  // in the slot
 };
 
-// Where each tensor would lie, one after the other.
+// The place of each tensor in the slot, one after the other.
 std::vector<TensorShape> shapes_in_slot(const std::vector<torch::Tensor>& tensors);
 // Bytes of a slot that holds them, a multiple of swap::kSector.
 std::uint64_t slot_bytes(const std::vector<TensorShape>& shapes);

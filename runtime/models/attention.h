@@ -15,10 +15,10 @@ namespace tierflow::models {
 
 class KeptAttention;  // device_attention.h
 
-// What computes attention, and what is said of it.
+// The choice of what computes attention, and a record of what did.
 struct AttentionChoice {
   std::shared_ptr<const KeptAttention> by = {};  // null: the device decides (device_attention.h)
-  std::set<std::string>* ran = nullptr;          // gets the name of what did
+  std::set<std::string>* ran = nullptr;          // receives the name of what computed attention
 };
 
 // A query sees the keys of its own document up to itself.
@@ -43,7 +43,7 @@ struct AttentionRules {
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionRules& rules,
                      double dropout);
 
-// Whether attention() computes these as attention in blocks.
+// Whether attention() would compute these tensors as attention in blocks.
 bool attention_is_in_blocks(const at::Tensor& q, const AttentionRules& rules, double dropout);
 
 // Attention in blocks of queries and keys with a running softmax (Dao et al., FlashAttention-2): scores and sums in

@@ -1,5 +1,5 @@
 #pragma once
-// A decoder but for its blocks (decoder.cpp): embedding, loss head, and the tiles of each.
+// A decoder without its blocks (these are in decoder.cpp): embedding, loss head, and the tiles of each.
 #include <optional>
 
 #include "runtime/models/embedding.h"
@@ -27,7 +27,7 @@ class CausalModel : public LayeredModel {
     return config().embedding_dropout > 0 || config().residual_dropout > 0 || config().attention_dropout > 0 ||
            config().adapter_dropout > 0;
   }
-  // Of a model whose head is one stage.
+  // For a model whose head is one stage.
   const LossHead& head() const { return head_.value(); }
 
  protected:

@@ -1,6 +1,5 @@
 #pragma once
-// Llama and the families that differ from it by what spec/decoder_spec.h says, all that model_spec.h reads: one
-// interpreter of that description.
+// All models that model_spec.h reads: one interpreter of their description in spec/decoder_spec.h.
 #include <memory>
 
 #include "runtime/models/layered_model.h"

@@ -9,14 +9,14 @@ namespace tierflow::models {
 
 class DecoderAttention {
  public:
-  // Of a block or of an attention stage.
+  // For a block or an attention stage.
   DecoderAttention(const ModelSpec& spec, int stage);
 
-  // Norms of what the half takes and of what it adds.
+  // Norms of the half's input, and of what it adds.
   const Norm& in() const { return in_; }
   const Norm& out() const { return out_; }
 
-  // What the gradient takes from the forward.
+  // What the gradient needs from the forward.
   struct Kept {
     at::Tensor q_in, k_in;  // what their norms take, where there are any
     Norm::Kept q_norm, k_norm;

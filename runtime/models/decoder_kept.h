@@ -1,5 +1,5 @@
 #pragma once
-// What a decoder's blocks hand from one operation to another, and keep of their forward for their backward.
+// Values that a decoder's blocks pass from one operation to the next, and keep from their forward for their backward.
 #include <ATen/ATen.h>
 
 #include <vector>
@@ -11,7 +11,7 @@
 
 namespace tierflow::models {
 
-// What the gradient of a half takes from its forward.
+// What the gradient of a half needs from its forward.
 template <class Half>
 struct KeptHalf {
   at::Tensor x, normed;  // its input [tokens, hidden], and normed

@@ -20,7 +20,7 @@ class DecoderLayer {
   // The classes of dense decoders that model_spec.h reads, as config.json names them.
   static std::vector<std::string> architectures();
 
-  // Of one linear layer: A [rank, in] and B [out, rank] are among the weights as MODULE.lora_A.weight and
+  // The adapter of one linear layer: A [rank, in] and B [out, rank] are among the weights as MODULE.lora_A.weight and
   // MODULE.lora_B.weight.
   struct Adapter {
     std::string module;  // within the layer: "self_attn.q_proj"
@@ -31,11 +31,11 @@ class DecoderLayer {
   // config: of the whole model; layer: counts from 0. roles: what the weights of each call are, in
   // their order, as transformers names them within the layer ("self_attn.q_proj.weight"). dropout: of what adapters
   // take; forward() and backward() draw it from the default generator, in the same state, and nothing can be kept.
-  // Throws Exception (kind usage or input) where the config has no such layer, or the roles are not the layer's.
+  // Throws Exception (kind usage or input) if the config has no such layer, or the roles are not the layer's.
   DecoderLayer(const ModelConfig& config, std::int64_t layer, const std::vector<std::string>& roles,
                const std::vector<Adapter>& adapters = {}, double dropout = 0);
 
-  // How calls are made of a model's own tables and masks.
+  // What a caller needs to know to pass a model's own tables and masks.
   struct Form {
     std::int64_t window = 0;   // keys that a query sees, itself among them; 0: all before it
     std::int64_t rotated = 0;  // of a head's dimensions; 0: none, and the tables are not looked at

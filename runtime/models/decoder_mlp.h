@@ -11,14 +11,14 @@ namespace tierflow::models {
 
 class DecoderMlp {
  public:
-  // Of a block or of an MLP stage.
+  // For a block or an MLP stage.
   DecoderMlp(const ModelSpec& spec, int stage);
 
-  // Norms of what the half takes and of what it adds.
+  // Norms of the half's input, and of what it adds.
   const Norm& in() const { return in_; }
   const Norm& out() const { return out_; }
 
-  // What the gradient takes from the forward.
+  // What the gradient needs from the forward.
   struct Kept {
     GatedMlp::Kept dense;
     ExpertMlp::Kept experts;

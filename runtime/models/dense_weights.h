@@ -1,5 +1,5 @@
 #pragma once
-// Frozen weights as they are stored (runtime/spec/weight_format.h) become tensors to compute with.
+// Turns frozen weights as they are stored (runtime/spec/weight_format.h) into tensors to compute with.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -20,7 +20,7 @@ at::Tensor dense(const at::Tensor& stored, WeightFormat format, const std::vecto
 Weights dense_weights(const std::vector<UnitSpec>& units, const std::vector<int>& of_stage, const Weights& stored);
 
 bool has_stored_weights(const ModelSpec& spec, int stage);
-// The same of a model's stage. Adapters with a magnitude get the lengths that the rows of their sums have now
+// The same for a stage of a model. Adapters with a magnitude get the lengths that the rows of their sums have now
 // (Adapter::with_lengths).
 Weights dense_weights(const ModelSpec& spec, int stage, const Weights& stored);
 

@@ -1,12 +1,11 @@
 #pragma once
-// Attention whose backward is called with what its forward left: the result and the logarithms of the sums of
-// exponentials. So both can be kept or moved like any activations, and nothing of attention is computed again.
+// Attention whose backward needs only the result and the logarithms of the sums of exponentials. Both can be kept or
+// moved like other activations, and attention is not computed again.
 //
 //   in blocks    attention.h, on the CPU
 //   flash        torch's FlashAttention-2, on CUDA in 16 bits: whole rows, windows, and packed rows as sequences of
-//   their
-//                lengths. Head dims are multiples of 8 up to 192, and documents have 128 tokens on average: its
-//                backward takes memory for 128 tokens more for each one
+//                their lengths. Head dims are multiples of 8 up to 192, and documents have 128 tokens on average or
+//                more, because its backward takes memory for 128 further tokens for each document
 //   cudnn        cuDNN's, on CUDA for whole rows without a window, where torch itself would choose it
 //
 // Sinks come behind flash and cudnn, which know none: each query's result is scaled by the share of the softmax that
@@ -34,15 +33,15 @@ class KeptAttention {
   virtual at::Tensor by_token(const at::Tensor& lse, const at::Tensor& q) const = 0;
 };
 
-// The one that computes these; null: torch does. The same for tensors of the same shapes, types and device where
-// autograd is off.
+// The implementation that computes these tensors; null: torch does. The same for tensors of the same shapes, types and
+// device where autograd is off.
 std::shared_ptr<const KeptAttention> kept_attention(const at::Tensor& q, const at::Tensor& k,
                                                     const AttentionRules& rules, double dropout);
 // The same without attention in blocks.
 std::shared_ptr<const KeptAttention> device_attention(const at::Tensor& q, const at::Tensor& k,
                                                       const AttentionRules& rules, double dropout);
 
-// Which rule a flash kernel gets: its windows count the keys before and behind a query, -1 is all of them.
+// The rule for a flash kernel. Its windows count the keys before and after a query; -1 means all keys.
 struct FlashShape {
   at::Tensor ends;  // of documents: int32 [documents + 1] on the device; undefined: rows are whole
   std::int64_t longest = 0, before = -1, behind = 0;

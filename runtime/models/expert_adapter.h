@@ -1,6 +1,6 @@
 #pragma once
-// The low-rank adapters of a stage's experts (spec/expert_parameters.h): each expert has factors A and B of its own and
-// adds scale * B(A(x)) to what its matrix gives of x, its tokens.
+// The low-rank adapters of a stage's experts (spec/expert_parameters.h). Each expert has its own factors A and B, and
+// adds scale * B(A(x)) to the product of its matrix with its tokens x.
 #include <ATen/core/Tensor.h>
 
 #include <string>
@@ -10,7 +10,7 @@
 
 namespace tierflow::models {
 
-// Those of one expert; undefined where there are none.
+// The factors of one expert; undefined if there are none.
 struct ExpertFactors {
   at::Tensor a, b;  // [rank, in], [out, rank]
   double scale = 1;
@@ -26,11 +26,11 @@ struct ExpertFactors {
 // where autograd is on.
 at::Tensor with_product(const at::Tensor& y, const at::Tensor& low, const at::Tensor& b);
 
-// Of all experts of the stage, for one parameter.
+// The adapters of all experts of the stage, for one parameter.
 class ExpertAdapter {
  public:
   ExpertAdapter() = default;
-  // `name` of the parameter within `module`. Where the index has none, there is none.
+  // For the parameter `name` within `module`. Without factors in the index there is no adapter.
   ExpertAdapter(const TensorIndex& index, const std::string& module, const std::string& name);
 
   explicit operator bool() const { return a_ >= 0; }

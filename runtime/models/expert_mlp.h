@@ -1,6 +1,6 @@
 #pragma once
-// A mixture of experts: router, experts and the shared one, for a stage that has them all, and, a stage after the
-// other, for those that have some each (stage kind experts).
+// A mixture of experts: router, experts and the shared expert. It is one stage with all experts, or several stages with
+// some experts each (stage kind experts).
 #include "runtime/models/experts.h"
 #include "runtime/models/gated_mlp.h"
 #include "runtime/models/norm.h"
@@ -34,7 +34,7 @@ class SharedExpert {
   Linear gate_;
 };
 
-// Of a block or MLP stage with all experts of its layer.
+// For a block or MLP stage with all experts of its layer.
 class ExpertMlp {
  public:
   ExpertMlp() = default;
@@ -80,12 +80,12 @@ class ExpertStage {
   std::unique_ptr<StageInParts> begin(const Weights& weights, const at::Tensor& x) const;
   // By hand; `taken`: as taken_by_backward() says.
   Carry backward(const Weights& weights, const Gradients& sums, const Carry& taken, const Carry& d_out) const;
-  // The whole input, as far as a gradient can tell: what was not taken is zeros.
+  // The whole input for the gradient; tensors that were not taken are zeros.
   Carry completed(const Carry& taken, const Carry& d_out) const;
 
  private:
   class InParts;
-  // What a layer's first stage begins with.
+  // The carry with which a layer's first stage begins.
   struct Begun {
     at::Tensor normed, sum;
     Routing routing;

@@ -1,6 +1,6 @@
 #pragma once
-// The experts of a stage: MLPs of which each computes some tokens alone, one after the other. Their matrices may have
-// adapters.
+// The experts of a stage: MLPs, each of which computes only its tokens, one expert after the other. Their matrices may
+// have adapters.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace tierflow::models {
 class Experts {
  public:
   Experts() = default;
-  // Of a stage of experts, or of a block or MLP with all of them.
+  // For a stage of experts, or a block or MLP with all experts.
   Experts(const ModelSpec& spec, int stage);
   // Of a stage whose experts are units on demand: weights are those of one of these units, and the functions below take
   // the expert that is in it.
@@ -50,7 +50,7 @@ class Experts {
                     const at::Tensor& d_weights) const;
 
  private:
-  // Of one expert. What it does not have is undefined, and gradients that nobody wants.
+  // The matrices of one expert. Those that it does not have, and gradients that nobody wants, are undefined.
   struct Matrices {
     at::Tensor gate, up;         // [width, hidden], or
     at::Tensor both, both_bias;  // [2 width, hidden], [2 width]: rows of gate and up by turns

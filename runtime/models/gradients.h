@@ -30,7 +30,7 @@ class Gradients {
   Gradients(std::vector<at::Tensor> sums) : sums_(std::move(sums)) {}  // NOLINT(google-explicit-constructor)
   Gradients(std::initializer_list<at::Tensor> sums) : sums_(sums) {}
   explicit Gradients(std::size_t count) : sums_(count) {}
-  // fresh: of each sum, or empty where all hold values. rule: null: ops.h's.
+  // fresh: of each sum, or empty if all hold values. rule: null: ops.h's.
   Gradients(std::vector<at::Tensor> sums, std::vector<bool> fresh, ProductRule rule)
       : sums_(std::move(sums)), fresh_(std::move(fresh)), rule_(std::move(rule)) {}
   // One owner: of two, each would take the same sum for fresh.
@@ -42,18 +42,18 @@ class Gradients {
   // Puts another sum, which holds values, in the place of one.
   void set(std::size_t position, at::Tensor sum);
 
-  // Whether somebody wants the sum at a position; of position -1 nobody does.
+  // Whether the sum at a position is wanted; at position -1 it is not.
   bool wants(int position) const { return position >= 0 && sums_.at(static_cast<std::size_t>(position)).defined(); }
-  // The sum, to be read and changed.
+  // The sum, for reading and changing.
   const at::Tensor& operator[](std::size_t position) const;
   const at::Tensor& at(std::size_t position) const { return (*this)[position]; }
   const at::Tensor& back() const { return (*this)[size() - 1]; }
-  // All of them.
+  // All sums.
   const std::vector<at::Tensor>& tensors() const;
 
   // Adds a^T b to a sum, if it is wanted, by the rule.
   void add_product(int position, const at::Tensor& a, const at::Tensor& b) const;
-  // The same to a part of one, as operator[] gave it.
+  // The same for a part of a sum, as operator[] gave it.
   void add_product(const at::Tensor& part, const at::Tensor& a, const at::Tensor& b) const;
 
   // Nothing is fresh any more.

@@ -1,5 +1,5 @@
 #pragma once
-// What the CPU's row kernels share beside their arithmetic (row_math.h). Included by their .cpp files alone.
+// What the CPU's row kernels share besides their arithmetic (row_math.h). Only their .cpp files include it.
 #include <cstdint>
 
 #include "runtime/models/row_math.h"

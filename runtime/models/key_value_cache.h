@@ -1,5 +1,5 @@
 #pragma once
-// Keys and values of tokens that were computed, so that a next token costs the computation of one token.
+// Keys and values of tokens that were computed, so that the next token costs the computation of one token only.
 #include <cstddef>
 #include <memory>
 #include <vector>
@@ -19,26 +19,26 @@ class KeyValueCache {
  public:
   static constexpr std::int64_t kAnySpan = std::int64_t{1} << 40;
 
-  // capacities: tokens that each sequence may come to. Memory is taken as tokens come. longest_span: tokens of a span
+  // capacities: the most tokens of each sequence. Memory is taken as tokens are added. longest_span: tokens of a span
   // that continues a sequence, at most. store: made for these; it outlives the cache, which uses it alone; null: all is
   // in host memory.
   KeyValueCache(const ModelSpec& spec, std::vector<std::int64_t> capacities, std::int64_t longest_span = kAnySpan,
                 KeyValueStore* store = nullptr);
 
-  // Frees what sequence `sequence` has. Another one begins in its place.
+  // Frees the keys and values of `sequence`. Another sequence may begin in its place.
   void replace(std::int64_t sequence, std::int64_t capacity);
 
   // Leaves of a sequence its first `tokens`, of those that came: the next span continues these. False, and nothing
   // changes, where a layer with a window has let go of some that a further span sees.
   bool rewind(std::int64_t sequence, std::int64_t tokens);
 
-  // The rows of the pass that follows, all of this cache: what they need comes ahead from storage.
+  // Announces the rows of the next pass, all of this cache: what they need is read ahead from storage.
   void expect(const std::vector<CachedRow>& rows);
 
   // What it takes when a sequence of that many tokens is full, in bf16.
   static std::uint64_t bytes(const ModelSpec& spec, std::int64_t capacity, std::int64_t longest_span = kAnySpan);
 
-  // Memory that attend() takes on the device for a span of so many queries behind that many cached tokens, about.
+  // About the memory that attend() takes on the device for a span of `queries` queries after `capacity` cached tokens.
   static std::uint64_t workspace(const ModelSpec& spec, std::int64_t capacity, std::int64_t queries);
 
   // Attention of an attention stage for a row that continues sequences: q, k, v [1, tokens, ..] as in

@@ -1,6 +1,6 @@
 #pragma once
-// Keys and values that lie on storage, for layers that have no room in RAM: pieces of one sequence in one layer, which
-// come to buffers of RAM before they are computed with, and go back where they changed.
+// Keys and values on storage, for layers that have no room in RAM. A piece is those of one sequence in one layer. It is
+// read into a buffer in RAM before the computation, and what changed is written back.
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -32,7 +32,7 @@ class KeyValueStore {
   struct Visit {
     int stage = 0;
     std::int64_t sequence = 0;
-    Part part;  // that is computed with
+    Part part;  // the part that the computation uses
   };
 
   // volume: of placement.storage bytes or more, empty.
@@ -41,13 +41,13 @@ class KeyValueStore {
 
   bool stores(int stage) const { return placement_.stored[static_cast<std::size_t>(stage)]; }
   std::uint64_t of_slab(int stage) const { return shape_.of_slab[static_cast<std::size_t>(stage)]; }
-  // Pieces that may be taken at once, while others come or go.
+  // How many pieces may be taken at once, while others are read or written.
   std::size_t most_taken() const { return static_cast<std::size_t>(placement_.buffers) / 2; }
 
   // Waits for what is in flight, and forgets what the buffers hold.
   void clear();
-  // The order in which pieces are going to be taken: they come ahead as far as there are buffers. What comes in another
-  // order costs time alone.
+  // The order in which pieces will be taken: they are read ahead as far as there are buffers. Another order only costs
+  // time.
   void expect(std::vector<Visit> order);
   // The piece in RAM, at least `part` of it read; what else it holds is undefined. It stays until put_back(). Throws
   // Exception (kind io) where a drive failed, also at what was written before.

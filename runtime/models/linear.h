@@ -1,6 +1,6 @@
 #pragma once
-// A torch.nn.Linear of a block with its adapter: y = x W^T + b, where its tensors lie in a stage's Weights; W^T may be
-// what is stored.
+// A torch.nn.Linear of a block with its adapter: y = x W^T + b, and the positions of its tensors in a stage's Weights.
+// W^T may be stored instead of W.
 #include <ATen/core/Tensor.h>
 
 #include <string>

@@ -1,5 +1,5 @@
 #pragma once
-// What some families do to logits between the product and the softmax.
+// What some families compute with logits between the product and the softmax.
 #include <ATen/core/Tensor.h>
 
 namespace tierflow::models {
@@ -11,7 +11,7 @@ struct LogitRule {
 
   // In place, without autograd.
   void apply(at::Tensor& logits) const;
-  // What backward() wants of the logits: taken between apply() and the loss, which may overwrite them.
+  // What backward() needs from the logits. Call it between apply() and the loss, which may overwrite them.
   at::Tensor slope(const at::Tensor& logits) const;
   // Turns the gradient of the logits into that of the product, in place.
   void backward(at::Tensor& d_logits, const at::Tensor& slope) const;

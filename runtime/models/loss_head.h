@@ -1,6 +1,6 @@
 #pragma once
-// Final norm, logits and cross-entropy. Logits exist for a chunk of tokens at a time; the chunk's rows depend on the
-// vocabulary and the kind of device alone, so that the bits do not depend on a budget.
+// Final norm, logits and cross-entropy. Logits exist for a chunk of tokens at a time; the chunk's rows depend only on
+// the vocabulary and the kind of device, so that the bits do not depend on a budget.
 #include <ATen/core/Tensor.h>
 
 #include "runtime/models/head_adapter.h"
@@ -34,7 +34,7 @@ class LossHead {
   // head_chunk_rows(). With a teacher the scale is the same for all tokens.
   HeadResult loss_and_backward(const Weights& weights, const Gradients& gradients, const at::Tensor& hidden,
                                const Targets& targets, const TokenScale& scale, std::int64_t chunk_rows = 0) const;
-  // The logits of hidden states [tokens, hidden], whole: for tests and short prompts.
+  // All logits of hidden states [tokens, hidden] at once, for tests and short prompts.
   at::Tensor logits(const Weights& weights, const at::Tensor& hidden) const;
 
  private:

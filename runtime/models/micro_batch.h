@@ -1,5 +1,5 @@
 #pragma once
-// What one forward and backward takes.
+// The input of one forward and backward.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>

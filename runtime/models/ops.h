@@ -1,8 +1,8 @@
 #pragma once
-// The operations blocks are made of, each following transformers' arithmetic. Functions named *_backward are explicit
-// gradients and run without autograd; the others are differentiable where autograd is on. In bf16 and without autograd
-// they run fused kernels, the CPU's (kernels.h) or CUDA's (row_kernels.h), which have the same bits; elsewhere they are
-// ATen expressions of the same formulas.
+// The operations of which blocks consist. Each follows transformers' arithmetic. Functions named *_backward are
+// explicit gradients and run without autograd; the others are differentiable where autograd is on. In bf16 and without
+// autograd they run fused kernels, the CPU's (kernels.h) or CUDA's (row_kernels.h), which have the same bits; elsewhere
+// they are ATen expressions of the same formulas.
 //
 // Accumulators: a gradient goes into `sum` (fp32 beside a bf16 weight), which may be undefined: then nobody wants it.
 #include <ATen/core/Tensor.h>
@@ -36,7 +36,7 @@ struct RopeRule {
 };
 Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, RopeRule rule, double sign = 1.0,
             const Tensor& positions = {});
-// Of two tensors that differ in their number of heads alone, one launch on a device.
+// The same for two tensors that differ only in their number of heads, in one launch on a device.
 void rope(Tensor& q, Tensor& k, const Tensor& cos, const Tensor& sin, RopeRule rule, double sign,
           const Tensor& positions);
 
@@ -74,8 +74,8 @@ void add_rows_at(const Tensor& sum, const Tensor& ids, const Tensor& d);
 // fp64. With `gradient`, logits are replaced by the gradient of scale * sum(losses).
 void cross_entropy(Tensor& logits, const Tensor& labels, Tensor losses, double scale, bool gradient);
 
-// The same where the vocabulary comes in tiles. logits [rows, width] are its columns from `first`; sums [rows, 4] fp64:
-// the largest logit so far, the sum of exponentials relative to it, the label's logit, the first column that has the
+// The same for a vocabulary in tiles. logits [rows, width] are its columns from `first`; sums [rows, 4] fp64: the
+// largest logit so far, the sum of exponentials relative to it, the label's logit, the first column that has the
 // largest.
 Tensor no_softmax_sums(std::int64_t rows, at::Device device);
 void softmax_sums(const Tensor& logits, const Tensor& labels, std::int64_t first, const Tensor& sums);
@@ -83,7 +83,8 @@ void softmax_sums(const Tensor& logits, const Tensor& labels, std::int64_t first
 Tensor softmax_losses(const Tensor& sums, const Tensor& labels);
 // Whether the label is the first of the columns with the largest logit [rows] bool; false where no label counts.
 Tensor softmax_hits(const Tensor& sums, const Tensor& labels);
-// What softmax_gradient wants beside each row's logits [rows, 3] fp64, for the gradient of scale * sum(losses).
+// The factors [rows, 3] fp64 that softmax_gradient needs besides each row's logits, for the gradient of scale *
+// sum(losses).
 Tensor softmax_factors(const Tensor& sums, const Tensor& labels, double scale);
 // Replaces the tile's logits by their gradient.
 void softmax_gradient(Tensor& logits, const Tensor& labels, std::int64_t first, const Tensor& factors);

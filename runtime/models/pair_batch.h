@@ -16,7 +16,7 @@ namespace tierflow {
 // cross-entropy.
 at::Tensor head_labels(const LossRule& rule, const MicroBatch& batch);
 
-// What a step divides by.
+// The divisor of a step's loss.
 struct PairCounts {
   std::int64_t pairs = 0, nll_tokens = 0;
 };

@@ -1,5 +1,5 @@
 #pragma once
-// Which experts of a layer each token takes, and with what weight (spec/decoder_spec.h, ExpertsSpec).
+// Chooses which experts of a layer each token takes, and with which weight (spec/decoder_spec.h, ExpertsSpec).
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -53,7 +53,7 @@ struct Assignment {
     return begin[static_cast<std::size_t>(expert) + 1] - begin[static_cast<std::size_t>(expert)];
   }
 };
-// Tells of the experts that have tokens; where `touched` is null, nobody.
+// Records in `touched` the experts that have tokens; does nothing if it is null.
 void tell(const Assignment& assignment, std::int64_t block, ExpertsTouched* touched);
 // Waits for the device.
 Assignment assign(const ExpertsSpec& spec, const at::Tensor& chosen);

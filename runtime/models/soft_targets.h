@@ -37,7 +37,7 @@ class SoftTargets {
   // Running sums beside those of ops.h, [rows, 1 + K] fp64: the sum of exponentials of z / T relative to the largest
   // logit so far (where T is 1 that of ops.h serves), then the logits of the K.
   at::Tensor no_sums() const;
-  // Adds a tile [rows, width], its columns from `first`, to both. labels [rows] int64.
+  // Adds a tile [rows, width], whose columns begin at `first`, to both sums. labels [rows] int64.
   void add(const at::Tensor& logits, const at::Tensor& labels, std::int64_t first, const at::Tensor& sums,
            const at::Tensor& soft) const;
 
@@ -60,7 +60,7 @@ class SoftTargets {
   Distillation rule_;
 };
 
-// What the head compares the tokens' logits with.
+// The targets of the head's loss.
 struct Targets {
   Targets(const at::Tensor& of_tokens, SoftTargets of_teacher = {}, std::int64_t most_likely = 0)  // NOLINT
       : labels(of_tokens.reshape({-1}).contiguous()), teacher(std::move(of_teacher)), top(most_likely) {}

@@ -1,5 +1,5 @@
 #pragma once
-// Where a stage's tensors lie in its Weights, found once by name, so that blocks read weights by position.
+// The positions of a stage's tensors in its Weights, found once by name, so that blocks read weights by position.
 #include <string>
 #include <string_view>
 #include <vector>
@@ -13,7 +13,7 @@ class TensorIndex {
   TensorIndex() = default;
   // The tensors of the stage's units, unit after unit.
   TensorIndex(const ModelSpec& spec, int stage);
-  // Those of one unit.
+  // The tensors of one unit.
   explicit TensorIndex(const UnitSpec& unit) { add(unit); }
 
   // Position of the tensor whose checkpoint name is `end` or ends with "." + `end`; -1 where there is none.

@@ -1,5 +1,5 @@
 #pragma once
-// What each token's loss counts in the sum whose gradient the head computes.
+// The factor of each token's loss in the sum whose gradient the head computes.
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -8,13 +8,13 @@ namespace tierflow::models {
 
 class TokenScale {
  public:
-  // The same for all.
+  // The same factor for all tokens.
   TokenScale(double all) : all_(all) {}  // NOLINT(google-explicit-constructor): a number is a scale
   // each: [tokens] fp64 on the host, contiguous.
   explicit TokenScale(const at::Tensor& each) : each_(each) {}
 
   bool uniform() const { return !each_.defined(); }
-  double all() const { return all_; }  // where uniform
+  double all() const { return all_; }  // if all tokens have one
 
   // Calls use(first token, tokens, scale) for each stretch of one scale in [first, first + tokens).
   template <class Use>

@@ -12,8 +12,8 @@ struct TopLogits {
   at::Tensor values, ids;
 };
 TopLogits no_top_logits(std::int64_t tokens, std::int64_t top, at::Device device);
-// Merges in a tile [tokens, width], whose first column is column `first` of the vocabulary. Tiles come in order. A NaN
-// among the logits shows: as a value that is NaN, or as the id INT32_MAX of a place that no logit took.
+// Adds a tile [tokens, width], whose first column is column `first` of the vocabulary. Tiles come in order. A NaN among
+// the logits shows: as a value that is NaN, or as the id INT32_MAX of a place that no logit took.
 void top_logits(const at::Tensor& logits, std::int64_t first, const TopLogits& top);
 
 }  // namespace tierflow::models

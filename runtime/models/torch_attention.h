@@ -1,5 +1,5 @@
 #pragma once
-// Attention by torch's own kernels, where nothing in device_attention.h applies.
+// Attention by torch's own kernels, for the cases that nothing in device_attention.h computes.
 #include "runtime/models/attention.h"
 
 namespace tierflow::models {

@@ -1,6 +1,6 @@
 #pragma once
-// Small tensors of the host to a device. On CUDA they go there in one copy from pinned memory, and the host waits for
-// nothing: later work on the same stream finds them there.
+// Copies small tensors from the host to a device. On CUDA this is one copy from pinned memory, and the host does not
+// wait: later work on the same stream finds the tensors there.
 #include <ATen/core/Tensor.h>
 
 #include <vector>

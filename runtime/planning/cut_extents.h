@@ -1,5 +1,5 @@
 #pragma once
-// A store's extents in chunks of another size: what they hold does not change.
+// Reads a store's extents as chunks of another size. The content does not change.
 #include <optional>
 
 #include "io/buffer.h"
@@ -12,8 +12,8 @@ namespace tierflow {
 class CutExtents {
  public:
   CutExtents(const StoredModel& from, const swap::Layout& to) : from_(from), to_(to) {}
-  // The bytes of an extent of the new cut; nothing where the store has none there. Extents of the store are read and
-  // verified whole, each once where calls of a kind come in the order of their chunks. Throws Exception.
+  // The bytes of an extent of the new cut; nothing if the store has none there. Extents of the store are read and
+  // verified whole; each is read once if the calls for a kind come in the order of their chunks. Throws Exception.
   std::optional<io::Buffer> extent(swap::ExtentKind kind, int chunk);
 
  private:
@@ -21,7 +21,7 @@ class CutExtents {
 
   const StoredModel& from_;
   const swap::Layout& to_;
-  io::Buffer last_;  // fetched, of which later extents may need more
+  io::Buffer last_;  // the extent fetched last; later calls may need more of it
   swap::ExtentKind last_kind_ = swap::ExtentKind::hi;
   int last_chunk_ = -1;
 };

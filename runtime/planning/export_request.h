@@ -18,13 +18,13 @@
 
 namespace tierflow {
 
-// Of the run. What is asked waits until answer().
+// The run's side. Requests wait until answer().
 class ExportRequests {
  public:
-  // Call when the state's files are there. Without folders nobody can ask, nor where the system gives no socket: that
-  // is said.
+  // Call it when the state's files exist. Without folders nobody can ask. If the system gives no socket, nobody can ask
+  // either, and the user is told.
   ExportRequests(const Folders& storage, const Say& say);
-  // Who asks hears that the model is there, or why not: with kind cancelled, that the run ends. Called once.
+  // Tells the asking command that the model is there, or why it is not; kind cancelled: the run ends. Called once.
   using Answer = std::function<void(const io::Error& error)>;
   // Calls `write` for each folder that somebody waits for, while `may` says so: it sees to it that the model which
   // `step` steps made is written there, and that who asks is answered. Does not wait for who asks, and looks at 32 of
@@ -34,12 +34,12 @@ class ExportRequests {
 
  private:
   io::Descriptor listens_;
-  io::Descriptor unanswered_;  // who waits there hears of the run's end when this goes
+  io::Descriptor unanswered_;  // commands that wait there learn of the run's end when this is closed
 };
 
-// Asks the run that holds the state in these folders for its model in `out`, and waits for it. Returns the step that it
-// is of; nothing where the run ends before it answers. Throws Exception: what the run says was wrong; `locked`, with
-// what to do, where nobody there takes requests; Stopped.
+// Asks the run that holds the state in these folders for its model in `out`, and waits for it. Returns the step of that
+// model; nothing if the run ends before it answers. Throws Exception with what the run says was wrong, or of kind
+// locked, with what to do, if nobody there takes requests; throws Stopped.
 std::optional<std::int64_t> ask_for_export(const Folders& storage, const std::filesystem::path& out,
                                            const io::Error& locked, const Say& say);
 

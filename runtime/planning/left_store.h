@@ -20,14 +20,14 @@ std::string export_command(const Folders& storage);
 
 struct LeftStore {
   bool there = false;
-  bool empty = false;      // of a run that commits and ended before its first commit
-  bool resumable = false;  // SessionOptions::resume goes on with it
-  bool streamed = false;   // a Streamer made it, and a durable one goes on with it
-  bool readable = false;   // a committed generation
+  bool empty = false;      // made by a run that commits, and that ended before its first commit
+  bool resumable = false;  // SessionOptions::resume can resume from it
+  bool streamed = false;   // a Streamer made it, and a durable Streamer can resume from it
+  bool readable = false;   // it has a committed generation
   std::int64_t step = 0;
   std::uint64_t generation = 0;  // the newest that was committed
   int generations = 0;           // how many it keeps
-  std::string passed_over;       // why a newer one may have been committed, which cannot be read
+  std::string passed_over;       // why a newer generation may have been committed that cannot be read
   std::int64_t written = 0;      // when its files were last written, in seconds of the Unix clock
   std::uint64_t chunk_elements = 0;
   bool rows_on_demand = false;  // as in SessionOptions
@@ -35,23 +35,23 @@ struct LeftStore {
   std::string client;           // what that session was given by remember()
   std::filesystem::path state;
   std::string owner;  // process, host and times, as far as they are known
-  std::string line;   // who made it, when, and what to do: behind the path
+  std::string line;   // who made it, when, and what to do; printed after the path
 };
 enum class Held : std::uint8_t { is_refused, is_read };
-// Throws Exception: kind locked where a process holds it, unless `held` says that it is read beside that process; kind
-// io where the drive fails, so that nobody takes for lost what can be read tomorrow.
+// Throws Exception of kind locked if a process holds it, unless `held` says that it is read while that process holds
+// it; of kind io if the drive fails, so that nobody takes for lost what can be read later.
 LeftStore find_left_store(const Folders& storage, Held held = Held::is_refused);
 
-// Throws Exception where a store lies in one of the folders: kind locked where a process holds it; else kind
-// environment, saying who made it, when, and what to do; `more` comes behind that.
+// Throws Exception if a store lies in one of the folders: of kind locked if a process holds it; else of kind
+// environment, which says who made it, when, and what to do, and then `more`.
 void refuse_left_store(const Folders& storage, const std::string& more = {});
 // The file in which a run keeps the log-probabilities that its preference loss compares with. It lies beside the store,
-// in one of the folders, and goes with the store. Where there is none yet: the place that it will have.
+// in one of the folders, and goes with the store. If there is none yet: the place that it will have.
 std::filesystem::path reference_beside(const Folders& storage);
-// Copies it into the first of the other folders, where there is one.
+// Copies it into the first of the other folders, if it exists.
 void bring_reference(const Folders& from, const Folders& to);
-// Removes it, whole or not, and what was to take its place. Throws Exception (kind locked) where a process holds it.
-// held: this process has it open for reading, so that no other one can go on with it.
+// Removes it, whole or not, and an unfinished file that was to take its place. Throws Exception (kind locked) if a
+// process holds it. held: this process has it open for reading, so that no other one can go on with it.
 void discard_store(const Folders& storage, bool held = false);
 
 // Writes which process made the store, when, in which folders, and whether it commits its steps, in a small file in
@@ -59,8 +59,8 @@ void discard_store(const Folders& storage, bool held = false);
 void leave_note(const Folders& storage, bool commits);
 // Removes it, what keep_beside() left, and the reference.
 void remove_note(const Folders& storage);
-// All folders of the store that has a part in these, as the note of one of them says that names its own folder (in a
-// copy of a folder it does not); these where there is none.
+// All folders of the store that has a part in these, as a note says that names the folder it lies in (a note in a copy
+// of a folder does not). If there is no such note: these folders.
 Folders noted_folders(const Folders& some);
 // Whether one of the folders is this one, whatever the path.
 bool names_folder(const Folders& folders, const std::filesystem::path& folder);
@@ -71,10 +71,10 @@ bool names_folder(const Folders& folders, const std::filesystem::path& folder);
 std::string keep_beside(const Folders& storage, std::uint64_t generation, std::string_view bytes);
 // Copies what is kept beside this generation into the first of the other folders. Throws as read_beside().
 void bring_beside(const Folders& from, const Folders& to, std::uint64_t generation, const std::string& checksum);
-// Whether what a commit with this `progress` kept beside it is there and is what was written; where `progress` names
-// nothing, there is nothing. For swap::StoreOptions::check_beside.
+// Whether the bytes that a commit with this `progress` kept beside it exist and are what was written. If `progress`
+// names none, there are none. For swap::StoreOptions::check_beside.
 io::Error check_beside(const Folders& storage, std::uint64_t generation, const std::string& progress);
-// Throws Exception (kind corruption) where none of the folders has these bytes.
+// Throws Exception (kind corruption) if none of the folders has these bytes.
 std::string read_beside(const Folders& storage, std::uint64_t generation, const std::string& checksum);
 
 }  // namespace tierflow

@@ -1,6 +1,6 @@
 #pragma once
-// The updates that sparse chunks (swap/layout.h) have missed: in each their gradient was zero. What is needed to replay
-// them later, with the bits that they would have had in their turn.
+// The updates that sparse chunks (swap/layout.h) have missed, in which their gradient was zero, and what is needed to
+// replay them later with the same bits.
 #include <cstdint>
 #include <functional>
 #include <span>
@@ -16,7 +16,7 @@ namespace tierflow {
 // Whether the store with this identity has its token tables cut into sparse chunks.
 bool cut_for_rows(const std::string& identity);
 
-// Of AdamW, the same in every update of a run. seed: of stochastic rounding, mixed.
+// AdamW's settings, the same in every update of a run. seed: of stochastic rounding, mixed.
 struct SteadyAdamW {
   float beta1 = 0.9F, beta2 = 0.999F, eps = 1e-8F, weight_decay = 0;
   std::uint64_t seed = 0;
@@ -25,23 +25,23 @@ struct SteadyAdamW {
 
 class MissedUpdates {
  public:
-  // After so many updates of the run, none of which any chunk has missed. The layout outlives this.
+  // Begins after `updates` updates of the run, none of which any chunk has missed. The layout outlives this.
   MissedUpdates(const swap::Layout& layout, const SteadyAdamW& adamw, std::int64_t updates);
-  // What json() gave, of a run after so many updates. Throws Exception (kind corruption) naming `where` for anything
-  // else.
+  // From the text that json() gave after `updates` updates of the run. Throws Exception (kind corruption) naming
+  // `where` for any other text.
   MissedUpdates(const swap::Layout& layout, std::int64_t updates, const std::string& json, const std::string& where);
 
   // The run makes one more update, with this learning rate, which every sparse chunk misses until apply().
   void add(float lr);
-  // The chunk has had all updates.
+  // From now on the chunk has had all updates.
   void apply(int chunk) { had_[chunk] = updates_; }
   bool missed(int chunk) const { return had_[chunk] < updates_; }
   std::int64_t count(int chunk) const { return updates_ - had_[chunk]; }
   bool any() const;
   const SteadyAdamW& adamw() const { return adamw_; }
 
-  // Replays what the chunk has missed on its hi words and state. each(n, work) calls work(i) for i in [0, n), in any
-  // order and at once if it likes.
+  // Replays the chunk's missed updates on its hi words and state. each(n, work) must call work(i) for every i in [0,
+  // n), in any order, and may do so on several threads.
   using Each = std::function<void(std::size_t count, const std::function<void(std::size_t)>& work)>;
   void replay(const PackedModel& model, const swap::Chunk& chunk, std::span<std::byte> words,
               std::span<std::byte> state, const Each& each) const;
@@ -54,8 +54,8 @@ class MissedUpdates {
   const swap::Layout* layout_;
   SteadyAdamW adamw_;
   std::int64_t updates_ = 0;
-  std::vector<std::int64_t> had_;  // by chunk: how many of them; counts for sparse chunks alone
-  std::vector<float> lr_;          // of the last ones: as many as a chunk has missed
+  std::vector<std::int64_t> had_;  // by chunk: how many updates it has had; only for sparse chunks
+  std::vector<float> lr_;          // learning rates of the last updates: as many as any chunk has missed
 };
 
 }  // namespace tierflow

@@ -1,5 +1,6 @@
 #pragma once
-// What a probe of a model's stages found, and what probes of narrower models say about a wider one. No torch here.
+// The result of probing a model's stages, and the extrapolation from probes of narrower models to a wider one. No torch
+// here.
 #include <array>
 #include <cstdint>
 #include <vector>

@@ -1,6 +1,6 @@
 #pragma once
-// What was measured of this machine and of a model's stages on it, and the files that keep it: measured once, used by
-// every plan until something that it depends on changes. No torch here; runtime/session/profiler.h measures.
+// What was measured of this machine and of a model's stages on it, and the files that keep it. It is measured once, and
+// used by every plan until something that it depends on changes. No torch here; runtime/session/profiler.h measures.
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -22,16 +22,16 @@ using Say = std::function<void(const std::string& line)>;
 // How far the measurements can be trusted.
 struct Readings {
   double spread = 0;       // of repeated readings: distance of their quartiles as a share of the median, on average
-  double other_cores = 0;  // that other programs took meanwhile
-  bool corrected = false;  // by what a run showed since
+  double other_cores = 0;  // cores that other programs took meanwhile
+  bool corrected = false;  // by what a later run took
 
-  bool steady(int cores) const;  // enough to be trusted
+  bool steady(int cores) const;  // whether the readings can be trusted
 };
 
 struct MachineProfile {
   swap::MachineRates rates;
-  // Parameters a second on all cores and on the device, by the name of a state's precision. Where the device is the CPU
-  // there is no rate of its own.
+  // Parameters a second on all cores and on the device, by the name of a state's precision. The CPU device has no rate
+  // of its own.
   std::map<std::string, double> update, device_update;
   Readings readings;
 };
@@ -65,19 +65,19 @@ struct Profile {
 nlohmann::ordered_json to_json(const Readings& readings);
 nlohmann::ordered_json rates_json(const MachineProfile& profile);
 
-// Why predictions from it may be wrong, in a few words; empty where everything was measured on a machine at rest.
+// Why predictions from it may be wrong, in a few words; empty if everything was measured on a quiet machine.
 std::string doubt_of(const Profile& profile);
 
 // The files, one for a machine and one for a model on it, in $XDG_CACHE_HOME/tierflow or ~/.cache/tierflow. A file is
-// used while everything that its content depends on is unchanged: processor, cores, threads, device, drives, the size
-// of chunks that the host budget comes to, the build of Tierflow; for a model also its shapes, micro-batch and sequence
+// used while everything that its content depends on is unchanged: processor, cores, threads, device, drives, the chunk
+// size that follows from the host budget, the build of Tierflow; for a model also its shapes, micro-batch and sequence
 // length, but neither drives nor chunks.
 class ProfileCache {
  public:
   // `build` identifies what computes: the train library's size and time.
   ProfileCache(const ModelSpec& spec, const SessionOptions& options, const std::string& build, Say warn);
 
-  // Empty where there is no file for this machine or model. A file that cannot be read causes a warning and counts as
+  // Empty if there is no file for this machine or model. A file that cannot be read causes a warning and counts as
   // missing.
   std::optional<MachineProfile> machine() const;
   std::optional<ModelProfile> model() const;

@@ -1,5 +1,5 @@
 #pragma once
-// What one micro-batch in a stage takes of a GPU, from shapes alone: operations, bytes through the device's memory,
+// What one micro-batch in a stage takes of a GPU, computed from shapes: operations, bytes through the device's memory,
 // kernels started, and the bytes of activations. No torch here.
 #include <cstdint>
 

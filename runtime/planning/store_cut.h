@@ -1,5 +1,5 @@
 #pragma once
-// The size of chunks with which a run goes on with a store that was made under other budgets.
+// The chunk size with which a run resumes from a store that was made under other budgets.
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -11,14 +11,14 @@
 
 namespace tierflow {
 
-// Whether chunks have about the size that chunk_elements_for() gives this budget. False: buffers for them take so much
-// of it that hardly any work is done ahead, or chunks are so small that requests and tasks are many.
+// Whether the chunks have about the size that chunk_elements_for() gives for this budget. False: their buffers take so
+// much of it that hardly any work is done ahead, or the chunks are so small that there are too many requests and tasks.
 bool suits(const swap::Layout& layout, std::uint64_t host_budget);
 
-// The plan with which a run goes on with a store of chunks of `stored` elements: with this cut where it works and suits
-// the budget, else with the one that the budget gives. plan_with(chunk_elements), 0 for the budget's, makes a plan with
-// a `layout`, and throws Exception where the budgets are too small for it. Where they are too small for both cuts, so
-// does this.
+// The plan of a run that resumes from a store with chunks of `stored` elements. It has these chunks if they work and
+// suit the budget, else the chunks that the budget gives. plan_with(chunk_elements), 0 for the budget's, makes a plan
+// with a `layout`, and throws Exception where the budgets are too small for it. Where they are too small for both cuts,
+// so does this.
 template <class PlanWith>
 auto plan_to_go_on(std::uint64_t stored, std::uint64_t host_budget, const PlanWith& plan_with) {
   std::optional<decltype(plan_with(stored))> plan;
@@ -36,12 +36,12 @@ auto plan_to_go_on(std::uint64_t stored, std::uint64_t host_budget, const PlanWi
   return *std::move(plan);
 }
 
-// Whether a store that could not be cut anew for this reason can still be gone on with as it is: for any but a signal,
-// or another process that holds it.
+// Whether a run can use a store with its present chunks if copying it into others failed for this reason. False for a
+// signal, and if another process holds the store.
 bool stays_as_it_is(const io::Error& why);
 
-// Cuts the store in storage.folders, whose chunks have `stored` elements, anew where `plan` asks for it. Returns the
-// plan; where that cannot be done, the one for the store as it is.
+// Copies the store in storage.folders, whose chunks have `stored` elements, into other chunks if `plan` needs them.
+// Returns the plan; if the copy fails, the plan for the store's present chunks.
 template <class Plan, class PlanWith>
 Plan cut_for(Plan plan, const io::VolumeOptions& storage, std::uint64_t stored, const PlanWith& plan_with,
              const Say& say, const Progress& progress) {

@@ -18,7 +18,7 @@ struct NotedSource {
   std::filesystem::path folder;
   std::uint64_t hash = 0;
 };
-// What Session's progress says of it; nothing where there is none.
+// What Session's progress says of it; nothing if there is none.
 std::optional<NotedSource> source_in(const nlohmann::json& progress);
 nlohmann::json source_json(const NotedSource& source);
 

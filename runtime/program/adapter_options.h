@@ -9,9 +9,9 @@ void add_base_precision(OptionTable& table, std::string& precision, std::vector<
 // Which weights are trained, and how fast.
 void add_trained_rows(OptionTable& table, TrainOptions& options);
 void add_adapter_rows(OptionTable& table, TrainOptions& options);
-// What --method galore makes of the model; it names layers as those that get adapters are named.
+// The configuration of --method galore. Its layers are named like those that get adapters.
 AdapterConfig galore_config(const TrainOptions& options);
-// Throws Exception (kind usage) for what contradicts itself.
+// Throws Exception (kind usage) for options that contradict each other.
 void check_adapter(const TrainOptions& options);
 OptionTable merge_table(MergeOptions& options);
 

@@ -10,10 +10,10 @@ namespace tierflow {
 
 struct BenchStorageOptions {
   std::vector<std::filesystem::path> folders;
-  std::uint64_t size = std::uint64_t{1} << 30;  // bytes of the file, over several folders of all files together
+  std::uint64_t size = std::uint64_t{1} << 30;  // bytes of the file; with several folders, of all files together
   std::uint64_t block = std::uint64_t{1} << 20;
   int depth = 32;
-  std::string engine = "auto";  // auto: each one that works here
+  std::string engine = "auto";  // auto: each one that works on this machine
   std::string measure = "all";  // all, write, read, mixed
   double seconds = 0;           // 0: one pass over the file
   bool keep = false;

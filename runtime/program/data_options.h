@@ -1,5 +1,5 @@
 #pragma once
-// The options that say which data, and how they become sequences.
+// The options that choose the data, and how they become sequences.
 #include "runtime/program/option_table.h"
 #include "runtime/program/options.h"
 
@@ -14,10 +14,11 @@ inline constexpr std::int64_t kMostTokens = std::int64_t{1} << 31;  // in a step
 
 // --as.
 void add_family(OptionTable& table, std::string& read_as);
-// Without --as the one that adapters of this folder were trained with, where tierflow_run.json there says so.
+// Without --as: sets the family that the adapters in this folder were trained with, if tierflow_run.json there says so.
 void keep_family(std::string& read_as, const std::filesystem::path& adapter);
 void add_data_rows(OptionTable& table, DataChoice& options);
-// Throws Exception (kind usage) for what contradicts itself or lacks. command: what asks.
+// Throws Exception (kind usage) for options that contradict each other or are missing. command: its name, for the
+// error.
 void check_data(const DataChoice& options, const std::string& command);
 // command: "prepare", "preview".
 OptionTable data_table(const std::string& command, DataCommandOptions& options);

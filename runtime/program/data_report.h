@@ -1,5 +1,5 @@
 #pragma once
-// What became of the data, for people.
+// The summaries of the data, as text for people.
 #include <cstdint>
 #include <string>
 #include <vector>

@@ -1,6 +1,6 @@
 #pragma once
-// What a run with a teacher has beside others: the file of its tokens (data/teacher_file.h), read as micro-batches need
-// it.
+// The teacher's part of a run that distills: the file of its tokens (data/teacher_file.h), which is read as
+// micro-batches need it.
 #include <cstdint>
 #include <optional>
 
@@ -19,7 +19,7 @@ class DistillationRun {
 
   // As TeacherFile::hash(); nothing without a teacher.
   std::optional<std::uint64_t> hash() const;
-  // What the session's loss has to know.
+  // Sets what the session's loss needs to know.
   void tell(SessionOptions& session) const;
   // The teacher's tokens of training sequences from the `first` on. Throws Exception (corruption).
   void add_to(MicroBatch& batch, std::int64_t first) const;

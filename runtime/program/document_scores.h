@@ -1,5 +1,5 @@
 #pragma once
-// What an evaluation found of each row of the data, as lines of JSON in the order of the rows:
+// Writes the scores of each row of the data in an evaluation, as lines of JSON in the order of the rows:
 // {"document": 0, "tokens": 12, "loss": 1.25, "accuracy": 0.5}. tokens: those that are predicted and count.
 #include <cstdint>
 #include <filesystem>
@@ -13,7 +13,7 @@ namespace tierflow {
 
 class DocumentScores {
  public:
-  // The file has its name when it is whole. Throws Exception where it cannot be made, and (kind usage) where something
+  // The file has its name when it is whole. Throws Exception if it cannot be made, and (kind usage) where something
   // that is no file has its name.
   DocumentScores(std::filesystem::path path, std::int64_t sequence_length);
   // A micro-batch of training sequences, from the `first` on, and what the head found of its tokens.

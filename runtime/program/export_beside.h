@@ -1,6 +1,6 @@
 #pragma once
-// A model on its way out of a run: written by a thread while training goes on, where the session can keep the step;
-// else at once.
+// Writes a model during a run: on a thread while training goes on, if the session can keep the step; else at once,
+// while training waits.
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -17,32 +17,32 @@
 
 namespace tierflow {
 
-// Writes the weights into a folder: Session::export_hf() or what stands in its place.
+// Writes the weights into a folder: Session::export_hf() or another export.
 using ExportWeights = std::function<std::string(const std::filesystem::path& folder, const Progress& progress)>;
 
-// One at a time. All of it is called between steps, on the session's thread.
+// One model at a time. Call all functions between steps, on the session's thread.
 class ExportBeside {
  public:
   struct Took {
-    double seconds = 0, waited = 0;  // from its beginning; training stood still
-    bool beside = false;             // training went on meanwhile
+    double seconds = 0, waited = 0;  // seconds that it took; seconds that training waited for it
+    bool beside = false;             // whether training went on meanwhile
   };
   struct Job {
-    ExportWeights at_once;  // from the session as it is
+    ExportWeights at_once;  // the weights of the session as it is
     // Throws Exception. On another thread, where `weights` is not `at_once`.
     std::function<void(const ExportWeights& weights, const Progress& progress)> write;
-    // error: why there is no model; cancelled where the run ends first.
+    // error: why there is no model; of kind cancelled if the run ends first.
     std::function<void(const io::Error& error, const Took& took)> ended;
   };
   // bytes_per_second: at which a model is written, and read back, while training goes on; 0: as fast as it can.
   ExportBeside(TrainingLog& log, std::uint64_t bytes_per_second) : log_(log), bytes_per_second_(bytes_per_second) {}
-  // What is under way is given up, and `ended` is not called.
+  // A model that is being written is given up, and `ended` is not called.
   ~ExportBeside();
 
   bool busy() const { return job_.has_value(); }
   // Not while busy.
   void begin(Session& session, Job job);
-  // Begins to write what can be written by now, and calls `ended` of what is written.
+  // Begins to write a model whose step is committed by now, and calls `ended` for a model that is written.
   void look();
   // Waits for what is under way, which from here on is as fast as it can be. Gives it up where the session failed, and
   // where a signal came and no step after that model: a run that goes on begins with that step. Calls `ended`.

@@ -1,5 +1,5 @@
 #pragma once
-// What a run expects of its steps, from the profile of this machine, and what its steps say about that profile. Nothing
+// Predicts a run's steps from the profile of this machine, and corrects the profile by what the steps take. Nothing
 // here changes a bit of the run.
 #include <array>
 #include <optional>
@@ -17,13 +17,14 @@ class Forecast {
   // `options`, `spec` and `log` outlive it.
   Forecast(const TrainOptions& options, const ModelSpec& spec, TrainingLog& log);
 
-  // Sets what choose_placement() finds with the profile in the cache. If there is none and a run of `steps` steps pays
-  // for it, this machine is measured first, before the session takes its memory, and the profile is kept.
+  // Sets the choices that choose_placement() makes with the profile in the cache. If there is no profile and a run of
+  // `steps` steps is long enough, this machine is measured first, before the session takes its memory, and the profile
+  // is kept.
   void choose(SessionOptions& session, std::int64_t steps);
-  // Says what the steps should take, where there is a profile.
+  // Prints the predicted time of the steps, if there is a profile.
   void predict_steps(const Session& session, const SessionOptions& options, RunSummary& summary);
 
-  // Around each step.
+  // Call these before and after each step.
   void begin_step(const Session& session);
   void end_step(const Session& session, const StepResult& result);
   // At the end of the run, however short: corrects the profile in the cache if the steps contradict it. end_step() does
@@ -39,8 +40,8 @@ class Forecast {
   TrainingLog& log_;
   std::optional<ProfileCache> cache_;
   std::optional<Profile> profile_;
-  std::array<swap::LaneCounters, swap::kLanes> before_{}, after_{};  // the step that runs; the last one
-  bool between_ = false;  // other passes came before this step, and ran updates that are its own otherwise
+  std::array<swap::LaneCounters, swap::kLanes> before_{}, after_{};  // before the current step; after the last one
+  bool between_ = false;  // other passes came before this step, and ran updates that it would have run
   std::int64_t begun_ = 0;
   std::optional<LoadMeter> load_;
   std::vector<StepShown> shown_;

@@ -1,6 +1,6 @@
 #pragma once
-// What a training run does with its held-out sequences: it evaluates, keeps models as checkpoints, and says which is
-// the best.
+// The evaluations of a training run on its held-out sequences: it evaluates, keeps models as checkpoints, and says
+// which model is the best.
 #include <cstdint>
 
 #include "runtime/base/progress.h"
@@ -16,16 +16,16 @@ namespace tierflow {
 
 class HeldOut {
  public:
-  // All outlive this. What is found goes into record and summary. Throws Exception (kind usage) where options need
+  // All outlive this. What is found goes into record and summary. Throws Exception (kind usage) if options need
   // held-out sequences and there are none.
   HeldOut(const TrainOptions& options, const Dataset& data, const PreferenceRun& preference, RunResult& result,
           TrainingLog& log, RunRecord& record, RunSummary& summary);
 
-  // Takes up the record that came with the session's state, where there is one.
+  // Continues with the record that came with the session's state, if there is one.
   void recall(const Session& session);
   // The record goes with the session's next commit.
   void remember(Session& session);
-  // Sets `loss`, where there are sequences to evaluate. Before the first step a signal ends it: throws Stopped.
+  // Sets `loss` if there are sequences to evaluate. Before the first step a signal ends it: it then throws Stopped.
   void evaluate(Session& session, std::int64_t step, double& loss);
   // After step `step`: evaluates and keeps the model, where that is due and was not done before. begun: the step of the
   // state with which this process began.
@@ -35,7 +35,7 @@ class HeldOut {
   // Whether the last evaluation was of the model after `step`.
   bool evaluated(std::int64_t step) const { return evaluated_at_ == step; }
   bool stops_early() const;
-  // After the last evaluation. usable: there is a result.
+  // Call it after the last evaluation. usable: there is a result.
   void say_best(std::int64_t step, bool usable) const;
 
  private:
@@ -49,7 +49,8 @@ class HeldOut {
   TrainingLog& log_;
   RunRecord& record_;
   RunSummary& summary_;
-  std::int64_t evaluated_at_ = 0;  // of all evaluations, those at the ends included
+  std::int64_t evaluated_at_ =
+      0;  // the step of the last evaluation, those at the beginning and end of the run included
 };
 
 }  // namespace tierflow

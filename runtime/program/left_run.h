@@ -1,5 +1,5 @@
 #pragma once
-// What an earlier process left of this command's run: its result, or a state to go on with.
+// Finds what an earlier process left of this command's run: its result, or a state to resume from.
 #include "runtime/planning/left_store.h"
 #include "runtime/program/options.h"
 #include "runtime/program/training_log.h"
@@ -14,7 +14,7 @@ struct LeftRun {
 
 // Looks, and ends what that process began: a move of the state, the removal of the state of a run whose result is whole
 // or that ended before its first commit. Where the result is whole, a state of any other run stays. Says what it does.
-// Throws Exception where what is there can neither be gone on with nor is a result.
+// Throws Exception if what it finds is neither a result nor a state to resume from.
 LeftRun find_left_run(const TrainOptions& options, TrainingLog& log);
 
 }  // namespace tierflow

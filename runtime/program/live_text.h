@@ -1,5 +1,5 @@
 #pragma once
-// A text that is shown while its tokens come.
+// Shows a text while its tokens are generated.
 #include <cstddef>
 #include <cstdint>
 #include <functional>

@@ -1,5 +1,5 @@
 #pragma once
-// The options that say what training minimises.
+// The options that choose the loss.
 #include "runtime/program/option_table.h"
 #include "runtime/program/options.h"
 #include "runtime/spec/loss_rule.h"
@@ -8,14 +8,14 @@
 namespace tierflow {
 
 void add_loss_rows(OptionTable& table, TrainOptions& options);
-// Throws Exception (kind usage) for what contradicts itself.
+// Throws Exception (kind usage) for options that contradict each other.
 void check_loss(const TrainOptions& options);
 // Without the number of tokens that the teacher named, which the file of --distill has.
 LossRule loss_rule(const TrainOptions& options);
 // Whether the reference that the loss needs is computed in the visits of the steps: that of the model without its
 // adapters, where these begin as nothing and nothing else is trained.
 bool base_is_reference(const TrainOptions& options, const ModelSpec& spec);
-// Sequences that one of --micro-batch stands for: two where the loss is of pairs.
+// How many sequences one unit of --micro-batch is: two for preference losses, which count pairs.
 std::int64_t sequences_in_one(const TrainOptions& options);
 
 }  // namespace tierflow

@@ -14,7 +14,7 @@ using OptionValues = std::map<std::string, std::vector<std::string>>;  // by nam
 
 struct OptionRow {
   std::string name, value_name, help;
-  std::string group;  // heading of the help under which it stands; set by OptionTable::add
+  std::string group;  // heading of the help; set by OptionTable::add
   bool flag = false;
   int least = 1, most = 1;  // values
   bool commas = false;      // values may be joined by commas
@@ -42,17 +42,17 @@ class OptionTable {
   // Within [least, most).
   void number(const std::string& name, double& value, double least, double most, const std::string& help);
   void flag(const std::string& name, bool& value, const std::string& help);
-  // Rows added from now on stand under that heading.
+  // Rows added from now on are listed under that heading.
   void group(const std::string& heading) { group_ = heading; }
   void add(OptionRow row);
-  // The row added last is meant for this one run: a configuration that is used again does not repeat it.
+  // The row added last is only for this run: the printed configuration leaves it out.
   void for_one_run() { rows_.back().shown = false; }
 
   const std::string& command() const { return command_; }
   const std::vector<OptionRow>& rows() const { return rows_; }
   // The row of that name, or null.
   const OptionRow* find(const std::string& name) const;
-  // "; did you mean --x?", or nothing where no name is near.
+  // "; did you mean --x?", or nothing if no name is near.
   std::string suggestion(const std::string& name) const;
   // Sets what `values` names; `where` (a file, or empty) goes into errors.
   void apply(const OptionValues& values, const std::string& where) const;

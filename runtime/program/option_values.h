@@ -1,11 +1,11 @@
 #pragma once
-// What the text of an option's value means. Each function throws Exception (kind usage) that names `option`.
+// Parses the text of an option's value. Each function throws Exception (kind usage), which names `option`.
 #include <cstdint>
 #include <string>
 
 namespace tierflow {
 
-// Of several options together, or of a whole command: `detail` names them.
+// For errors of several options together, or of a whole command: `detail` names them.
 [[noreturn]] void fail_usage(const std::string& detail);
 [[noreturn]] void fail_option(const std::string& option, const std::string& detail);
 

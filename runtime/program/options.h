@@ -1,6 +1,6 @@
 #pragma once
-// What the program can be asked, with the defaults. One table (options.cpp) serves the command line, configuration
-// files and the printed configuration, so that the three cannot differ.
+// The options of every command, with their defaults. One table (options.cpp) is used for the command line,
+// configuration files and the printed configuration, so that the three cannot differ.
 #include <cstdint>
 #include <filesystem>
 #include <optional>
@@ -38,7 +38,7 @@ struct DataChoice {
   std::filesystem::path model;  // an HF folder
   std::string read_as;          // as in InitOptions
   std::vector<std::filesystem::path> data;
-  std::vector<double> data_weights;  // one for each of data; empty: all are one whole
+  std::vector<double> data_weights;  // one for each of `data`; empty: all are one dataset
   std::string data_format = "auto";
   std::string train_on = "assistant";
   std::string packing = "auto";
@@ -61,7 +61,7 @@ struct DataCommandOptions : DataChoice {
 
 // What training and evaluation have in common.
 struct RunOptions : DataChoice {
-  std::string device = "auto";      // cpu, cuda, auto: cuda where there is one
+  std::string device = "auto";      // cpu, cuda, auto (cuda if there is one)
   std::uint64_t device_memory = 0;  // bytes; 0: chosen by the run
   std::uint64_t host_memory = 0;    // bytes; 0: chosen by the run
   std::vector<std::filesystem::path> storage;
@@ -69,7 +69,7 @@ struct RunOptions : DataChoice {
   std::string engine = "auto";  // auto, io_uring, libaio, threads
   int threads = 0;              // 0: as many as the machine has
   bool allow_buffered = false, allow_any_filesystem = false;
-  bool fresh = false;              // what an earlier run left in the storage folders is discarded
+  bool fresh = false;              // discard what an earlier run left in the storage folders
   std::filesystem::path log_json;  // empty: none
 };
 
@@ -100,8 +100,8 @@ struct GenerateOptions : RunOptions {
   std::int64_t batch = 32;  // sequences at once; 0: as many as memory holds
 };
 
-// A base_precision: FP8 or MXFP4 where the model's folder has weights in it, which are then stored as they are; else
-// bf16. A run that is gone on with keeps what it has.
+// A base_precision: if the model's folder has weights in FP8 or MXFP4, these are stored as they are; else bf16. A
+// resumed run keeps the format that its state has.
 inline constexpr const char* kOwnFormat = "auto";
 
 struct TrainOptions : RunOptions {
@@ -195,8 +195,8 @@ std::string describe(const TrainOptions& options);
 std::string effective_configuration(const TrainOptions& options);
 std::string effective_configuration(const EvalOptions& options);
 
-// How the options' data are read for that model: tokenizer and interpreter resolved. The packed tokens go to the first
-// storage folder, else to `folder`.
+// How the options' data are read for that model, with tokenizer and interpreter resolved. The packed tokens go to the
+// first storage folder, else to `folder`.
 DataOptions data_options(const TrainOptions& options, const ModelSpec& spec, const std::filesystem::path& folder);
 DataOptions data_options(const EvalOptions& options, const ModelSpec& spec, const std::filesystem::path& folder);
 DataOptions data_options(const DataCommandOptions& options, const ModelSpec& spec, const std::filesystem::path& folder);

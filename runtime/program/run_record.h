@@ -1,6 +1,6 @@
 #pragma once
-// What a run knows of itself beside the session's state. It goes with every commit, so that a run that is gone on with
-// counts as one that was never stopped.
+// What a run remembers besides the session's state. It goes with every commit, so that a resumed run counts as one that
+// was never stopped.
 #include <cmath>
 #include <cstdint>
 #include <string>
@@ -20,9 +20,9 @@ struct RunRecord {
   std::string configuration;  // configuration_hash() of the command
   std::int64_t skipped_in_a_row = 0;
   double held_out_before = NAN, last_loss = NAN;
-  BestEvaluation best;                   // of those between steps
-  std::int64_t evaluated = 0;            // after which step the last of them was
-  std::int64_t evaluated_sequences = 0;  // how many held-out ones each of them takes
+  BestEvaluation best;                   // of the evaluations between steps
+  std::int64_t evaluated = 0;            // the step of the last of these evaluations
+  std::int64_t evaluated_sequences = 0;  // how many held-out sequences each of these evaluations takes
   std::int64_t exported = 0;             // the step whose model was last exported as the best; 0: none
   double exported_loss = NAN;
 

@@ -17,7 +17,7 @@ const char* last_file(const TrainOptions& options);
 // Whether --out holds the whole result of this very command.
 bool has_result(const TrainOptions& options);
 
-// "; ..." for an error of a state that cannot be gone on with: the newest model in --out; empty where there is none.
+// "; ..." for an error of a state that cannot be gone on with: the newest model in --out; empty if there is none.
 std::string what_else_is_left(const TrainOptions& options);
 
 class RunResult {
@@ -27,7 +27,7 @@ class RunResult {
   // resumed: --out may hold checkpoints of the run that is gone on with. beside: writes models on the way.
   RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed, TrainingLog& log, ExportBeside& beside);
 
-  // Throws Exception (kind environment) where --out has no room for the model's weights and what goes with them.
+  // Throws Exception (kind environment) if --out has no room for the model's weights and what goes with them.
   void check_space() const;
   // Weights, tokenizer files, tierflow_run.json and, when all else is durable, config.json; or the commit. If that
   // fails the state stays in the storage folders, and the Exception gives the command that exports it.

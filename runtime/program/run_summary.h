@@ -1,5 +1,5 @@
 #pragma once
-// What a training run came to: the last object of its log, and the lines that a user reads.
+// The summary of a training run: the last object of its log, and the lines that a user reads.
 #include <cmath>
 #include <cstdint>
 #include <filesystem>

@@ -9,13 +9,13 @@
 
 namespace tierflow {
 
-// `say` gets a line about what was chosen. Throws Exception (usage) where the budgets exceed what is free.
+// `say` gets a line about what was chosen. Throws Exception (usage) if the budgets exceed what is free.
 // device_fixed: what the device's use takes of it beside tensors; comes on top of a budget that is left open.
 SessionOptions session_settings(const RunOptions& options, std::uint64_t device_fixed, const Say& say);
 // With what training adds.
 SessionOptions train_settings(const TrainOptions& options, std::uint64_t device_fixed, const Say& say);
 // The same for a machine that is not here: its device and drives, and its budgets where the options leave them open.
-// Throws Exception (usage) where the options name a device or drives of this one, or budgets that it has not.
+// Throws Exception (usage) if the options name a device or drives of this one, or budgets that it has not.
 SessionOptions train_settings(const TrainOptions& options, const MachineModel& machine, const Say& say);
 // "cpu" or "cuda": what --device means here.
 std::string device_of(const RunOptions& options);

@@ -16,7 +16,7 @@ inline constexpr std::int64_t kTracedSteps = 4;
 
 class StepTrace {
  public:
-  // An empty path traces nothing. Throws Exception where the file cannot be written.
+  // An empty path traces nothing. Throws Exception if the file cannot be written.
   StepTrace(std::filesystem::path path, TrainingLog& log);
 
   bool wanted() const { return !path_.empty(); }

@@ -13,7 +13,7 @@ class TeacherPass {
  public:
   // Counts the positions, checks that the drive has room, and says how large the file will be. Throws Exception.
   TeacherPass(const EvalOptions& options, std::int64_t vocabulary, const Dataset& data, TrainingLog& log);
-  // The next micro-batch of sequences, by number. Throws Exception (kind numeric) where logits are not finite.
+  // The next micro-batch of sequences, by number. Throws Exception (kind numeric) if logits are not finite.
   void add(const MicroBatch& batch, const HeadScores& scores);
   void finish(const Progress& progress);
 

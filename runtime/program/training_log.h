@@ -1,5 +1,5 @@
 #pragma once
-// What a run says while it goes: a live line on standard error, JSON lines in a file, the summary at the end.
+// The output of a run: a live line on standard error, JSON lines in a file, the summary at the end.
 #include <array>
 #include <chrono>
 #include <cmath>
@@ -36,7 +36,7 @@ class TrainingLog {
 
   // From now on, steps report what the card did; null: they do not.
   void watch(std::unique_ptr<GpuMonitor> gpu);
-  // A line that stays.
+  // Prints a line that stays.
   void say(const std::string& line);
   // Phases that may take more than two seconds: shown from then on.
   void progress(const char* phase, std::uint64_t done, std::uint64_t total);

@@ -1,5 +1,5 @@
 #pragma once
-// What is trained of the model that the options name.
+// The specification of the model that the options name, with what is trained of it.
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,7 +12,7 @@ namespace tierflow {
 
 // The specification of --model or --config with its adapters, frozen tensors and learning rates; for a
 // preference loss without dropout, as TRL trains with one. Of a base in kOwnFormat base_format says what that is.
-// Throws Exception (usage) where --sequence-length exceeds the model's positions.
+// Throws Exception (usage) if --sequence-length exceeds the model's positions.
 ModelSpec training_spec(const TrainOptions& options);
 // The options of a run that goes on with the state in these folders: a base in kOwnFormat stays as it is there.
 TrainOptions with_base_of(const Folders& state, TrainOptions options);

@@ -20,7 +20,7 @@ struct AdapterFolder {
   AdapterConfig config;
   std::shared_ptr<const Checkpoint> weights;
 };
-// Throws Exception (kind input) for what cannot be read.
+// Throws Exception (kind input) if it cannot be read.
 AdapterFolder open_adapter(const std::filesystem::path& folder);
 // Throws Exception (kind input) unless `weights` are all that the folder of `spec`'s adapters has. PEFT saves the table
 // of tokens and the head themselves, too, where they have adapters: these are to have the values of `base`, as bf16.
@@ -39,13 +39,13 @@ class AdapterReader {
   std::mutex mutex_;
   struct Factor {
     std::string name;
-    std::vector<float> values;  // as the model has them
+    std::vector<float> values;  // in the order of the model
   };
   const Factor& factor(const TensorSpec& tensor, const std::string& name);
   std::array<Factor, 2> factors_;  // the last two that were asked for: an expert's tensors take turns; the newer first
 };
 
-// Hands `use` the fp32 master of a tensor of the specification's units, in order.
+// Calls `use` with the fp32 master of a tensor of the specification's units, in order.
 using MasterOf = std::function<void(int unit, int tensor, const UseMaster& use)>;
 // Session::export_adapter, from wherever the masters are. Of what is trained whole no more is in memory than MasterOf
 // hands on at once; of adapters one factor, or two where the folder has them side by side (turned_factor_bytes()).

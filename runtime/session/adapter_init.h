@@ -1,5 +1,5 @@
 #pragma once
-// The first values of adapters that have them from the weights beside which they stand.
+// The first values of adapters that are computed from their layers' weights.
 #include <functional>
 #include <map>
 #include <mutex>
@@ -40,7 +40,7 @@ WeightSource adapters_from_base(const ModelSpec& spec, const AdapterConfig& conf
 class RowLengths {
  public:
   RowLengths(const ModelSpec& spec, BaseValues base);
-  // Elements [first, first + out.size()) of those beside which the adapter's tensor stands. Any thread may call it.
+  // Elements [first, first + out.size()) of the lengths for the layer of the adapter's tensor. Any thread may call it.
   void read(const TensorSpec& tensor, std::uint64_t first, std::span<float> out);
 
  private:
@@ -50,7 +50,7 @@ class RowLengths {
   const BaseValues base_;
   std::map<std::string, int> units_;  // by module
   std::mutex mutex_;
-  int unit_ = -1;  // whose lengths are there
+  int unit_ = -1;  // the unit whose lengths are in memory
   std::map<std::string, std::vector<float>> lengths_;
 };
 

@@ -19,10 +19,10 @@ struct Generated {
   FinishReason reason = FinishReason::length;
 };
 
-// What throws in one of these ends the generation.
+// An exception from one of these ends the generation.
 struct GenerationEvents {
   std::function<void()> before_pass = [] {};  // over the weights
-  // Of each sequence as its tokens come, stop tokens left out; and when it ends.
+  // Called for each token of a sequence but stop tokens, and when the sequence ends.
   std::function<void(std::size_t prompt, std::int64_t token)> on_token = [](std::size_t, std::int64_t) {};
   std::function<void(std::size_t prompt, const Generated& generated)> on_end = [](std::size_t, const Generated&) {};
 };
@@ -35,27 +35,27 @@ struct GenerationEvents {
 void generate(Session& session, const std::vector<std::vector<std::int64_t>>& prompts, const GenerationOptions& options,
               const GenerationEvents& events);
 
-// A talk: prompts of which each has the ones before it, and their answers. Of a prompt, the tokens from the first on
-// that the last prompt and its answer had too are not computed again: their keys and values are there. What follows
-// them continues a sequence (key_value_cache.h), so that logits may differ by rounding from those of the whole prompt
-// alone.
+// A conversation: prompts each of which contains the prompts before it and their answers. The tokens that a prompt has
+// in common with the last prompt and its answer, from the first token on, are not computed again, because their keys
+// and values are kept. The other tokens continue a sequence (key_value_cache.h), so that logits may differ by rounding
+// from those of the whole prompt computed at once.
 class Talk {
  public:
-  // session: made with the shape of_talk() of so many tokens.
+  // session: made with the shape of_talk() of `most` tokens.
   Talk(Session& session, std::int64_t most);
   ~Talk();
-  // As generate(), of one prompt. Throws Exception (kind usage), too, for one that may pass `most`. After an exception
-  // nothing of what was computed is taken again.
+  // As generate(), for one prompt. Also throws Exception (kind usage) if the prompt and its answer may have more than
+  // `most` tokens. After an exception nothing that was computed is used again.
   void answer(const std::vector<std::int64_t>& prompt, const GenerationOptions& options,
               const GenerationEvents& events);
-  // Tokens of the last prompt that were not computed again.
+  // The number of tokens of the last prompt that were not computed again.
   std::int64_t taken_over() const { return taken_over_; }
 
  private:
   Session& session_;
   const std::int64_t most_;
   std::unique_ptr<KeyValueCache> cache_;
-  std::vector<std::int64_t> computed_;  // whose keys and values are there
+  std::vector<std::int64_t> computed_;  // tokens whose keys and values are kept
   std::int64_t taken_over_ = 0;
 };
 

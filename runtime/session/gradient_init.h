@@ -1,6 +1,6 @@
 #pragma once
-// Adapters whose first values come from the gradient of the base (LoRA-GA), and projectors of it (GaLore): what one
-// backward leaves of it.
+// Makes from one backward the first values of adapters that come from the gradient of the base (LoRA-GA), or the
+// projectors of the gradient (GaLore).
 #include <map>
 #include <string>
 #include <vector>
@@ -14,15 +14,15 @@ namespace tierflow {
 class GradientInit {
  public:
   GradientInit(const ModelSpec& spec, std::uint64_t seed, torch::Device device);
-  // Where the backward of a stage adds the gradients of the weights beside adapters: puts sums into `gradients`, zeros
-  // for the first micro-batch.
+  // Before the backward of a stage: puts into `gradients` sums for the weights beside adapters, zeros for the first
+  // micro-batch.
   void bind(int stage, int micro_batch, Gradients& gradients);
   // After the last micro-batch of a stage: decomposes its sums. Throws as factors_of_gradient() does; may be called
   // again then, and goes on with the sum that it had come to.
   void take(int stage);
-  // Whether every gradient of which a projector is wanted was finite.
+  // Whether every gradient that needs a projector was finite.
   bool finite() const { return finite_; }
-  // When all stages were taken: elements [first, first + values.size()) of an adapter's tensor, of those that it has.
+  // After take() of all stages: elements [first, first + values.size()) of an adapter's tensor, if it has such values.
   void read(const TensorSpec& factor, std::uint64_t first, std::span<float> values) const;
 
  private:
@@ -39,7 +39,7 @@ class GradientInit {
   const std::uint64_t seed_;
   const torch::Device device_;
   bool finite_ = true;
-  std::vector<torch::Tensor> sums_;  // of the stage at hand
+  std::vector<torch::Tensor> sums_;  // of the current stage
   std::map<std::string, Factors> factors_;
 };
 

@@ -1,5 +1,5 @@
 #pragma once
-// The linear layer of layers of one's own (layers.h) that can have a low-rank adapter.
+// The linear layer for your own layers (layers.h) that can have a low-rank adapter.
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 
@@ -15,7 +15,7 @@ class LinearImpl : public torch::nn::LinearImpl {
   torch::Tensor forward(const torch::Tensor& input) {
     return computed_by_ ? computed_by_(input) : torch::nn::LinearImpl::forward(input);
   }
-  // What forward() gives in place of its own product, as long as a layer of a model with adapters computes; null: that.
+  // Computes forward() while a layer of a model with adapters computes; null: the layer's own product.
   void compute_by(std::function<torch::Tensor(const torch::Tensor&)> function) { computed_by_ = std::move(function); }
 
  private:

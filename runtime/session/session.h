@@ -251,7 +251,7 @@ class CommittedStep {
   // Blocks until it is durable. Call on the session's thread, after the next step(); before that it throws Exception
   // (kind usage).
   void wait();
-  // As Session::export_hf(), on any thread, beside the session's steps. Throws Exception (kind usage) where it is not
+  // As Session::export_hf(), on any thread, beside the session's steps. Throws Exception (kind usage) if it is not
   // durable yet. before_move: of the weights files; one that waits keeps the drive free for the steps.
   std::string export_hf(const std::filesystem::path& folder, const Progress& progress,
                         const BeforeMove& before_move = {}) const;

@@ -24,7 +24,7 @@ namespace tierflow {
 
 struct Session::Impl {
   Impl(std::shared_ptr<LayeredModel> model, SessionOptions options, AdamW adamw);
-  ~Impl();  // removes the store, also of a session that failed to start, unless it was committed
+  ~Impl();  // removes the store, even if the session failed to start, unless it was committed
 
   // session_setup.cpp
   void keep_source(std::shared_ptr<const SourceFolder> from, const Progress& progress);
@@ -54,7 +54,7 @@ struct Session::Impl {
   std::shared_ptr<OptimizerWork> make_work(double lr);
   swap::Entered enter(int stage, swap::Pass pass, int micro_batch);
   void leave() { throw_if(executor().leave()); }
-  // Sums of a micro-batch's gradients: what the first one does not write, zero_untouched() does.
+  // The sums of the micro-batches' gradients. What the first micro-batch does not write, zero_untouched() writes.
   Gradients gradients_of(const swap::Entered& entered, int micro_batch) const;
   std::vector<Shared> share(const std::vector<MicroBatch>& batches);
   void check_batches(const std::vector<MicroBatch>& batches, bool train) const;
@@ -71,9 +71,9 @@ struct Session::Impl {
   // session_speculation.cpp
   bool next_is_likely_not_to_clip() const;
   double clip_scale(double norm) const;  // of gradients
-  // Whether what a speculative step did is what a staged one would have done.
+  // Whether a speculative step did what a staged one would have done.
   bool stands(const OptimizerWork& work) const;
-  void undo();  // a speculative step: state and weights are those with which it began
+  void undo();  // undoes a speculative step: state and weights are again those with which it began
 
   // gradient_init.cpp
   void begin_with_gradient(const std::vector<MicroBatch>& batches);
@@ -87,22 +87,23 @@ struct Session::Impl {
   // session_passes.cpp
   Weights weights(const swap::Entered& entered);
   void expect_references(std::size_t micro_batches);  // of the pass that follows, where the loss takes them
-  // The losses of each token under the reference, on the host; in the head's visit.
+  // The losses of each token under the reference, on the host. Computed in the head's visit.
   torch::Tensor reference_losses(const Weights& bound, int micro_batch, const Shared& shared);
   void compute(bool repeatable, const std::function<void()>& work);
-  // Has the carries of so many micro-batches each joined, or apart again: what StageShape::together of the next stage
-  // is.
+  // Joins or separates the carries, so that each is of as many micro-batches as StageShape::together of the next stage
+  // says.
   void regroup(int together, const std::vector<Shared>& shared);
   bool starts_afresh(const swap::Entered& entered, int micro_batch) const;
   void forward_all(const std::vector<Shared>& shared, swap::Pass pass, const std::function<void()>& before_each = {});
-  // What a step minimises, and what it divides by: the tokens that count, or the pairs.
+  // The loss of a step, and its divisor: the number of tokens that count, or of pairs.
   struct Objective {
     const std::vector<MicroBatch>& batches;
     std::int64_t targets = 0;
     PairCounts pairs;
   };
   void head_all(const std::vector<Shared>& shared, const Objective& objective, StepResult& result, OptimizerWork& work);
-  // Adds the losses of a step's micro-batches to its result, in their order: the one wait for the device in a step.
+  // Adds the losses of a step's micro-batches to its result, in their order. This is the one wait for the device in a
+  // step.
   static void read_losses(const std::vector<HeadResult>& heads, StepResult& result);
   HeadResult head_of_pairs(const swap::Entered& entered, int micro_batch, const Shared& shared,
                            const Objective& objective, PairTotals& totals);
@@ -110,8 +111,8 @@ struct Session::Impl {
   Evaluation evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
                       const Scored& scored, const Progress& progress);
   std::vector<torch::Tensor> next_logits(const std::vector<CachedRow>& rows, bool another);
-  // Plans an evaluation pass, and computes every stage but the last, whose visit then comes next. another: one more
-  // pass is expected to follow.
+  // Plans an evaluation pass, and computes every stage but the last, whose visit comes next. another: a further pass
+  // probably follows.
   void evaluate_all(const std::vector<Shared>& shared, bool another, const std::function<void()>& before_each = {});
 
   // session_on_demand.cpp
@@ -121,11 +122,11 @@ struct Session::Impl {
   bool needs_all_experts(const std::vector<Shared>& shared) const;
   void plan_visit(int stage, std::size_t micro_batches);
   void plan_need(int unit);
-  void expect_first_values() const;  // throws while the adapters have none
+  void expect_first_values() const;  // throws as long as the adapters have none
   bool waits_for_gradient() const { return lacks_first_values || window_ended(); }
 
   std::shared_ptr<LayeredModel> model;
-  SessionOptions options;  // micro_batches: as many as are planned
+  SessionOptions options;  // micro_batches: the planned number
   const AdamW adamw;
   const torch::Device torch_device;
   DeviceMemory& torch_memory;
@@ -133,45 +134,44 @@ struct Session::Impl {
   swap::Executor& executor() const { return state->executor(); }
   std::unique_ptr<swap::Store> store;
   std::unique_ptr<swap::Planner> planner;
-  std::unique_ptr<swap::VisitPlanner> visits;  // in its place where stages have units on demand
+  std::unique_ptr<swap::VisitPlanner> visits;  // used instead if stages have units on demand
   ExpertUse expert_use;
   std::unique_ptr<KeyValueStore> key_values;
   std::unique_ptr<StreamedState> state;  // last: drains before the rest goes
 
-  // By computation of the stage at hand, each of so many micro-batches: its input, then its gradient.
+  // By computation of the current stage, each of StageShape::together micro-batches: its input, then its gradient.
   std::vector<Carry> carries;
   int carried_together = 1;
-  // By micro-batch: the carry of the model without its adapters, in passes that compute a reference; in others none.
+  // By micro-batch: the carry of the model without its adapters, in passes that compute a reference; empty in others.
   std::vector<Carry> references;
   std::vector<std::vector<Carry>> inputs;  // by stage and computation: those that stay on the device
-  // By stage and computation: activations that stay on the device, and the shapes of what lies in the slot for the
-  // others.
+  // By stage and computation: activations that stay on the device; for the others the shapes of what lies in the slot.
   std::map<std::pair<int, int>, std::unique_ptr<KeptActivations>> kept;
   struct Saved {
     std::vector<TensorShape> input, activations;
   };
   std::map<std::pair<int, int>, Saved> in_slot;
-  Weights dense;  // of the visit at hand, where some of its weights are stored in other formats than bf16
+  Weights dense;  // of the current visit, if some of its weights are stored in other formats than bf16
   bool lacks_first_values = false;              // the adapters have none yet
   std::unique_ptr<GradientInit> gradient_init;  // while its pass runs
-  std::int64_t windows = 0;                     // steps of each, where gradients are projected
-  std::int64_t window_begun = -1;               // after so many steps; -1: none has
-  std::int64_t window_tried = -1;               // the same, of one that did not begin: a gradient was not finite
+  std::int64_t windows = 0;                     // steps of each window, if gradients are projected
+  std::int64_t window_begun = -1;               // steps before the current window; -1: none has begun
+  std::int64_t window_tried = -1;  // the same for a window that did not begin because a gradient was not finite
   std::int64_t steps = 0, skipped = 0;
-  std::optional<NormHistory> norms;  // where steps may be speculative
+  std::optional<NormHistory> norms;  // set if steps may be speculative
   bool ahead = false;                // what the next pass of a generation takes is still being fetched
   bool pending = false;              // deferred updates of the step before have not run yet
   std::int64_t pending_step = 0, updates_done = 0;
   double pending_lr = 0, pending_scale = 1;
   std::optional<MissedUpdates> missed;  // of sparse chunks, as the plans so far leave them; from set_up() on
-  std::vector<bool> rows_waiting;       // by chunk: of the sparse ones those whose deferred update has not run yet
+  std::vector<bool> rows_waiting;       // by chunk: sparse chunks whose deferred update has not run yet
   bool committed = false;
-  std::int64_t committed_steps = -1;     // of the last commit
-  std::uint64_t planned_generation = 0;  // what it makes, or made
+  std::int64_t committed_steps = -1;     // steps at the last commit
+  std::uint64_t planned_generation = 0;  // the generation that the last planned commit makes
   std::weak_ptr<CommittedStep> kept_step;
-  std::uint64_t copied = 0;  // bytes that cutting the state anew wrote to storage
-  std::string client;        // what it wants remembered
-  // Of what an export takes other parts, and their hash when the session began; null: there are none.
+  std::uint64_t copied = 0;  // bytes that copying the state into other chunks wrote to storage
+  std::string client;        // JSON that the client wants remembered
+  // The folder from which an export copies other parts, and their hash when the session began; null: there are none.
   std::shared_ptr<const SourceFolder> source;
   std::uint64_t source_hash = 0;
   // Memory ran out and computing again did not help: the rest of the plan runs without computing.

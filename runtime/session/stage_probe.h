@@ -18,7 +18,7 @@ void ask_of_head(Shared& shared, const MicroBatch& batch, const SessionOptions& 
 
 struct StageTiming {
   swap::Device* device = nullptr;  // null: only memory is measured
-  double seconds_each = 1.2;       // a reading is repeated for so long, three times at least
+  double seconds_each = 1.2;       // a reading is repeated this long, at least three times
   // After each reading: of that stage, its backward or not.
   std::function<void(int stage, bool backward)> done = [](int, bool) {};
 };
@@ -40,7 +40,7 @@ class StageProbe {
     Weights weights;
     std::vector<torch::Tensor> gradients;
   };
-  struct Given {  // what a stage takes from its neighbours
+  struct Given {  // the input of a stage from its neighbours
     Carry input, d_out = {};
   };
   ProbedModel pass(std::int64_t micro_batch, std::int64_t sequence_length, bool train, const SessionOptions& head);
@@ -66,9 +66,9 @@ class StageProbe {
   int together_ = 1;
   std::vector<std::uint64_t> peaks_;               // by stage
   std::uint64_t begun_bytes_ = 0;                  // the most that a stage in parts holds from its beginning to its end
-  double timed_seconds_ = 0, spread_seconds_ = 0;  // of the readings, and their spread
+  double timed_seconds_ = 0, spread_seconds_ = 0;  // total time of the readings, and their spread
   bool warmed_up_ = false;                         // warmed up: caches kept, untimed
-  torch::Tensor swept_;                            // what evicts a stage's weights from the caches before it is timed
+  torch::Tensor swept_;  // memory that is read to evict a stage's weights from the caches before it is timed
 };
 
 }  // namespace tierflow

@@ -1,5 +1,5 @@
 #pragma once
-// Weights that are trained by projected gradients (AdapterInit::galore): what the window at hand adds to them.
+// What the current window adds to weights that are trained by projected gradients (AdapterInit::galore).
 #include <torch/types.h>
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace tierflow {
 
-// Of one unit: B A beside each weight W [out, in], in fp32 of their masters. Holds the factors, fp32.
+// For one unit: B A beside each weight W [out, in], computed in fp32 from the masters. Holds the factors in fp32.
 class WindowSum {
  public:
   // master: hands on a tensor of the unit, in order.
@@ -30,7 +30,7 @@ class WindowSum {
 };
 
 // `read` for an export of such a model: the words of what a window is added to are fp32 masters with it, rounded to
-// bf16 once. What is referred to outlives this.
+// bf16 once. Everything that it refers to outlives this.
 ReadChunk read_with_windows(const ModelSpec& spec, const ModelExtents& extents);
 
 }  // namespace tierflow

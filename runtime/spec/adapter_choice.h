@@ -1,5 +1,5 @@
 #pragma once
-// Which modules of a model a configuration of adapters means, by PEFT's rules. Inside of spec alone.
+// Which modules of a model a configuration of adapters names, by PEFT's rules. Only for use inside of spec.
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -16,7 +16,7 @@ namespace tierflow {
 // Whether the module's path is that name or ends with "." and it.
 bool name_fits(std::string_view module, std::string_view name);
 
-// A regular expression that fits this path alone.
+// A regular expression that fits only this path.
 std::string exactly(const std::string& path);
 
 // The path of a module in its text model; and last the one in the model of text and other things that it lies within,
@@ -26,7 +26,7 @@ std::vector<std::string> module_paths(const ModelSpec& spec, const std::string& 
 // What a configuration says of each module, by any of its paths. Both outlive this.
 class AdapterChoice {
  public:
-  // Throws Exception (kind usage) for an expression that is none.
+  // Throws Exception (kind usage) for an invalid regular expression.
   AdapterChoice(const ModelSpec& spec, const AdapterConfig& config);
 
   // Whether a module in this block is to have an adapter; layer -1: outside of blocks.
@@ -35,7 +35,7 @@ class AdapterChoice {
   bool wants_parameter(const std::string& path) const;
   // What patterns of ranks and alphas see of a module or parameter: its path, or that of its weight if it is meant.
   std::string patterned(const std::string& path) const;
-  // Of what patterns see.
+  // The rank and alpha for a path as patterns see it.
   std::int64_t rank(const std::string& module);
   double alpha(const std::string& module);
 

@@ -51,7 +51,7 @@ bool is_table_adapter(const TensorSpec& tensor);
 // Whether PEFT's folder has its elements in another order: the first dimension last.
 bool is_turned_beside_base(const TensorSpec& tensor);
 
-// Throws Exception (kind usage) where adapters begin with more factors of a weight than it has: their rank is above its
+// Throws Exception (kind usage) if adapters begin with more factors of a weight than it has: their rank is above its
 // smaller side, or twice their rank where they begin with a gradient's.
 void check_first_factors(const ModelSpec& spec);
 // Whether nothing but adapters is trained, so that the model without them stays what it is.

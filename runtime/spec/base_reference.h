@@ -1,5 +1,5 @@
 #pragma once
-// When a preference loss needs no reference from elsewhere: the model without its adapters is one.
+// Whether the reference of a preference loss is the model without its adapters, so that steps can compute it.
 #include "runtime/spec/adapters.h"
 #include "runtime/spec/loss_rule.h"
 

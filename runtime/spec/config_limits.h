@@ -1,5 +1,6 @@
 #pragma once
-// What a config.json may say: far above any model known, far below where a product of two overflows.
+// Limits for the numbers of a config.json: far above any known model, and far below the point where a product of two
+// overflows.
 #include <cstdint>
 
 namespace tierflow::limits {

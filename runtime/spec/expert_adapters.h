@@ -1,5 +1,5 @@
 #pragma once
-// Adapters of experts' parameters, beside those of linear layers that adapters.cpp adds. Inside of spec alone.
+// Adapters of experts' parameters, besides those of linear layers that adapters.cpp adds. Only for use inside of spec.
 #include <set>
 #include <string>
 

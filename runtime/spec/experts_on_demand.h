@@ -1,5 +1,6 @@
 #pragma once
-// A mixture whose experts are units of their own, so that a pass without gradients fetches only those that have tokens.
+// Makes the experts of a mixture units of their own, so that a pass without gradients fetches only those that have
+// tokens.
 #include "runtime/spec/model_spec.h"
 
 namespace tierflow {

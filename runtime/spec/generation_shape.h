@@ -1,6 +1,6 @@
 #pragma once
-// What generating text takes of memory, before any of it is taken: keys and values on the host, and what computing with
-// them takes on the device. No torch here: `tierflow plan` counts it too.
+// The memory that generating text takes, computed before any of it is taken: keys and values on the host, and computing
+// with them on the device. No torch here, because `tierflow plan` counts it too.
 #include <cstdint>
 #include <vector>
 
@@ -25,20 +25,20 @@ struct GenerationShape {
   std::uint64_t workspace = 0;  // SessionOptions::workspace
   static GenerationShape of(const ModelSpec& spec, const std::vector<std::vector<std::int64_t>>& prompts,
                             const GenerationOptions& options, std::int64_t most_at_once, std::int64_t most_tokens);
-  // Of a Talk of at most `most` tokens, answers included.
+  // The shape of a Talk of at most `most` tokens, answers included.
   static GenerationShape of_talk(const ModelSpec& spec, std::int64_t most, std::int64_t most_tokens);
 };
 
-// Throws Exception (kind usage) that names the prompt by its number, from 0 here, for one that the model cannot
-// continue by so many tokens.
+// Throws Exception (kind usage) if the model cannot continue a prompt by this many tokens; it names the prompt by its
+// number, from 0.
 void check_prompt(const std::vector<std::int64_t>& prompt, std::size_t number, const ModelSpec& spec,
                   std::int64_t new_tokens);
-// Tokens that a sequence may come to, the last one not computed.
+// The most tokens of a sequence, without the last one, which is not computed.
 std::int64_t capacity_of(const std::vector<std::int64_t>& prompt, std::int64_t new_tokens);
 // Tokens from which LongRoPE's other factors apply; 0: the model has none.
 std::int64_t short_context(const ModelSpec& spec);
 
-// How many tokens of a sequence a layer keeps: all, or of one with a window (else 0) those in it and a span's.
+// How many tokens of a sequence a layer keeps: all; with a window (0: none), those in the window and a span's.
 std::int64_t kept_tokens(std::int64_t capacity, std::int64_t window, std::int64_t longest_span);
 // Whether the stage has attention.
 bool has_keys_and_values(const ModelSpec& spec, int stage);

@@ -27,10 +27,10 @@ struct LossRule {
 
   bool distills() const { return distillation.top > 0; }
   bool pairs() const { return kind != LossKind::cross_entropy; }
-  // It needs each completion's log-probability under a reference model.
+  // Whether the rule needs each completion's log-probability under a reference model.
   bool needs_reference() const { return kind == LossKind::dpo; }
   bool computes_reference() const { return needs_reference() && base_is_reference; }
-  // It adds the mean cross-entropy of the chosen rows, prompts included.
+  // Whether the rule adds the mean cross-entropy of the chosen rows, prompts included.
   bool adds_chosen_nll() const { return kind == LossKind::orpo; }
 };
 

@@ -1,6 +1,6 @@
 #pragma once
-// A regular expression (ECMAScript, without back-references) for the names of modules and tensors. One from a folder of
-// somebody else takes no exponential time.
+// A regular expression (ECMAScript, without back-references) for the names of modules and tensors. A hostile expression
+// cannot take exponential time.
 #include <regex>
 #include <string>
 
@@ -8,8 +8,8 @@ namespace tierflow {
 
 class NamePattern {
  public:
-  // before, after: of what is compiled, around `text`. Throws Exception (kind usage) for more than 1000 characters and
-  // for what is no regular expression.
+  // before, after: what is compiled around `text`. Throws Exception (kind usage) for more than 1000 characters and for
+  // an invalid expression.
   explicit NamePattern(const std::string& text, const std::string& before = "", const std::string& after = "");
 
   bool fits(const std::string& name) const;      // the whole of it

@@ -1,5 +1,5 @@
 #pragma once
-// The format in which a model's folder has the weights beside adapters.
+// The format in which a model's folder has the base weights.
 #include <functional>
 #include <string>
 
@@ -8,7 +8,7 @@
 namespace tierflow {
 
 // The unconverted format in which the folder has some of the weights that set_base_format() is for, as `has` says; bf16
-// where there is none.
+// if there is none.
 WeightFormat own_format(const ModelSpec& spec,
                         const std::function<bool(const std::string& name, WeightFormat format)>& has);
 

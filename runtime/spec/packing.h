@@ -30,12 +30,12 @@ struct PackedTensor {
 struct StateFormat {
   optim::MasterFormat master = optim::MasterFormat::split;
   optim::MomentFormat moments = optim::MomentFormat::block8;
-  bool updated = true;  // false: by no step, and without moments
+  bool updated = true;  // false: no step updates it, and it has no moments
 };
 
 struct PackedUnit {
   std::vector<PackedTensor> tensors;  // ordered by offset
-  std::vector<StateFormat> formats;   // one a group of the swap layout
+  std::vector<StateFormat> formats;   // one for each group of the swap layout
   swap::UnitShape shape;
 };
 
@@ -64,7 +64,7 @@ inline constexpr StatePart kWordPart{.suffix = "", .dtype = "BF16", .bytes = 2, 
 std::vector<StatePart> state_parts(const StateFormat& format);
 // Typed pointers into one chunk's state bytes.
 optim::State state_view(const StateFormat& format, std::uint64_t elements, std::uint16_t* words, std::byte* state);
-// AdamWParams::rounding_key of a tensor of a unit.
+// The AdamWParams::rounding_key of a tensor of a unit.
 std::uint64_t rounding_key(std::uint64_t seed, int unit, int tensor);
 
 // Calls use(tensor, offset in tensor, offset in chunk, count) for each tensor that has elements in the chunk, in order.
@@ -80,7 +80,7 @@ void for_each_piece(const PackedUnit& unit, const swap::Chunk& chunk, Use use) {
   }
 }
 
-// Elements of a chunk that keep a store's buffers within a host budget, a multiple of swap::kChunkQuantum.
+// The elements of a chunk with which a store's buffers stay within a host budget: a multiple of swap::kChunkQuantum.
 std::uint64_t chunk_elements_for(std::uint64_t host_budget);
 
 }  // namespace tierflow

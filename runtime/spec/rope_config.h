@@ -5,10 +5,10 @@
 
 namespace tierflow {
 
-// What rotary embeddings of a class may be.
+// Which rotary embeddings a class may have.
 struct RopeRule {
-  double partial = 1.0;  // the share of a head's dimensions that rotates, where config.json is silent
-  bool any = false;      // config.json may say another share
+  double partial = 1.0;  // the share of a head's dimensions that rotates if config.json does not say
+  bool any = false;      // config.json may have another share
   bool alpha = false;    // "dynamic" with an alpha: theta is multiplied with alpha^(d / (d - 2)), d that rotate
 };
 

@@ -1,5 +1,5 @@
 #pragma once
-// Which stages compute the same thing on the same shapes: what is measured of one holds for the others. No torch here.
+// Which stages compute the same thing on the same shapes, so that measuring one is enough. No torch here.
 #include <string>
 
 #include "runtime/spec/model_spec.h"

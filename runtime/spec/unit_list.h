@@ -10,7 +10,8 @@
 namespace tierflow {
 
 nlohmann::json unit_list(const std::vector<UnitSpec>& units);
-// What pack() needs of them. Throws Exception (kind corruption) naming `where` for any other JSON.
+// Reads such JSON, as far as pack() needs it. Throws Exception (kind corruption), which names `where`, for any other
+// JSON.
 std::vector<UnitSpec> parse_unit_list(const nlohmann::json& list, const std::string& where);
 
 }  // namespace tierflow

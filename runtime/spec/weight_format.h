@@ -67,7 +67,7 @@ std::uint64_t quantising_bytes(WeightFormat format, const std::vector<std::int64
 class Quantiser {
  public:
   Quantiser(WeightFormat format, const std::vector<std::int64_t>& shape);
-  // The next values in row-major order. Throws Exception (kind input) where one is not finite; the caller names it.
+  // The next values in row-major order. Throws Exception (kind input) if one is not finite; the caller names it.
   void add(std::span<const float> values);
   // After the last value.
   std::vector<std::byte> finish();

@@ -1,5 +1,5 @@
 #pragma once
-// What every kind of update work does with a chunk, on threads: the sums of its gradient's squares, and AdamW over the
+// The work on a chunk that every kind of update has, on threads: the sums of its gradient's squares, and AdamW over the
 // pieces of its tensors.
 #include <atomic>
 #include <cstdint>
@@ -31,7 +31,7 @@ class UpdateThreads {
 // Part of one tensor in a chunk. Offsets and lengths in elements.
 struct TensorPiece {
   std::uint64_t in_chunk = 0, in_tensor = 0, elements = 0;
-  int tensor = 0;  // -1: whatever tensors lie there
+  int tensor = 0;  // -1: any tensors that lie there
   bool decays = false;
   float lr_scale = 1;
 };
@@ -46,10 +46,10 @@ class ChunkWork : public swap::HostWork {
   // Pieces of at most `most` elements each, none across a multiple of it. These lie on a grid that starts with the
   // chunk's group, so that they are the same however the group is cut into chunks.
   std::vector<TensorPiece> pieces_of(const swap::Chunk& chunk, std::uint64_t most = optim::kNormSegment) const;
-  // All of a chunk, padding included, on the same grid.
+  // Pieces of the whole chunk, padding included, on the same grid.
   std::vector<TensorPiece> segments_of(const swap::Chunk& chunk) const;
 
-  // Of a chunk's gradient, for the pieces that were measured last.
+  // The measurements of a chunk's gradient, for the pieces that were measured last.
   struct Measured {
     std::vector<TensorPiece> pieces;
     std::vector<double> squares;  // a sum each
@@ -58,13 +58,13 @@ class ChunkWork : public swap::HostWork {
   };
   Measured& measured(const swap::Chunk& chunk) { return measured_[chunk.id]; }
   const Measured& measured(const swap::Chunk& chunk) const { return measured_[chunk.id]; }
-  // measure_piece: stores the sum of the piece's squares; false where an element is not finite.
+  // measure_piece: stores the sum of the piece's squares; returns false if an element is not finite.
   using MeasurePiece = std::function<bool(const TensorPiece& piece, double& squares)>;
   void measure_pieces(const swap::Chunk& chunk, std::vector<TensorPiece> pieces, const MeasurePiece& measure_piece);
-  // The same of a bf16 gradient.
+  // The same for a bf16 gradient.
   void measure_pieces(const swap::Chunk& chunk, std::vector<TensorPiece> pieces, std::span<const std::byte> gradient);
 
-  // AdamW over all pieces: how many elements were updated. params_of: nothing where the tensor and its moments stay as
+  // AdamW over all pieces: how many elements were updated. params_of: nothing if the tensor and its moments stay as
   // they are; rounding key and first element are filled in.
   std::uint64_t update_pieces(const swap::Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
                               std::span<std::byte> state,

@@ -1,5 +1,5 @@
 #pragma once
-// A model's tensors, each put together from the parts of it that the extents hold, wherever these are.
+// Reads a model's tensors. Each is put together from the parts of it in the extents, wherever these lie.
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -10,16 +10,16 @@
 
 namespace tierflow {
 
-// Hands `use` the bytes of an extent, for reading. Throws Exception.
+// Calls `use` with the bytes of an extent, for reading. Throws Exception.
 using ReadExtent =
     std::function<void(swap::ExtentKind kind, int chunk, const std::function<void(std::span<std::byte> bytes)>& use)>;
 
-// What is referred to outlives this.
+// Everything that it refers to outlives this.
 struct ModelExtents {
   const std::vector<UnitSpec>& units;
   const PackedModel& packed;
   const swap::Layout& layout;
-  bool has_state = true;  // false: weights alone
+  bool has_state = true;  // false: only weights
   ReadExtent read = {};
 
   // Whether the chunk's state holds the low words of a master.
@@ -42,7 +42,7 @@ void widen_words(const std::uint16_t* hi, const std::uint16_t* lo, std::span<flo
 // The 16-bit words of a tensor: its bf16 weights (hi), the low words of its fp32 master (state, where it is split), its
 // gradient. out: as many as the tensor has elements.
 void read_words(const ModelExtents& model, int unit, int tensor, swap::ExtentKind kind, std::uint16_t* out);
-// Takes the next elements of a tensor.
+// Receives the next elements of a tensor.
 using UseMaster = std::function<void(std::span<const float> values)>;
 // Hands `use` the fp32 master, or the weights as fp32 where there is none: in order, each extent read once, and no more
 // than 64 Ki elements in memory beside it. Of a weight in a format with blocks it holds all stored bytes while it

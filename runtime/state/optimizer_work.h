@@ -1,5 +1,6 @@
 #pragma once
-// The update lane's work of a Session: the norm of all gradients, and AdamW over chunks, now or a step later.
+// A session's work on the update lane: the norm of all gradients, and AdamW over chunks, in this step or deferred to
+// the next.
 #include <atomic>
 #include <cstdint>
 #include <optional>
@@ -24,7 +25,7 @@ class OptimizerWork final : public ChunkWork {
                 std::uint64_t seed);
 
   io::Error measure(const swap::Chunk& chunk, std::span<const std::byte> gradient) override;
-  // Also measures if the update is not deferred: measure() is then never called.
+  // If the update is not deferred, it also measures the gradient; measure() is then never called.
   io::Error update(const swap::Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
                    std::span<std::byte> state) override;
   io::Error update_on_device(const swap::Chunk& chunk, swap::Device& device, const swap::DeviceUpdate& at) override;
@@ -42,7 +43,7 @@ class OptimizerWork final : public ChunkWork {
   }
   std::uint64_t due_deferred() const { return due_deferred_; }
   std::uint64_t caught_up() const { return caught_up_; }  // chunks
-  // What goes with the commit beside this step: of the step before.
+  // The progress for the commit that runs beside this step: that of the step before.
   void set_progress(std::string progress) { progress_ = std::move(progress); }
   std::string progress() const override { return progress_; }
 
@@ -58,7 +59,7 @@ class OptimizerWork final : public ChunkWork {
   std::uint64_t updated_deferred() const { return updated_deferred_; }
 
  private:
-  // Whether the chunk's update at hand is the one that is owed; from here on none is.
+  // Whether the chunk's current update is the owed one; after this call it owes none.
   bool take_owed(const swap::Chunk& chunk);
   optim::AdamWParams params_of(bool deferred, const TensorPiece& piece) const;
   // An error if the chunk's gradient is not finite and the step cannot be skipped.

@@ -1,5 +1,6 @@
 #pragma once
-// The tensors into which streamed ones are cut where they are saved: some models have other tensors in a folder.
+// The tensors into which streamed tensors are cut when they are saved, because some models have other tensors in a
+// folder.
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -22,7 +23,8 @@ using SavedParts = std::vector<std::vector<std::vector<SavedPart>>>;
 std::vector<TensorHeader> headers_of(const std::vector<UnitSpec>& units, const PackedModel& packed,
                                      const SavedParts& parts);
 
-// Throws Exception (kind usage) where the tensor is stored in another format than bf16, and so is not `done` ("saved").
+// Throws Exception (kind usage) if the tensor is stored in another format than bf16; the text says that it cannot be
+// `done` ("saved").
 void expect_plain(const TensorSpec& tensor, const char* done);
 
 }  // namespace tierflow

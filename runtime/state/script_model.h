@@ -1,5 +1,5 @@
 #pragma once
-// The model of a durable script, written from a commit alone: by `tierflow export` when the script is gone, and by the
+// Writes the model of a durable Python script from a commit: in `tierflow export` when the script has ended, and in the
 // script itself while it trains. Throws Exception.
 //
 // What lies beside each commit (a safetensors file, its bytes here) has the tensors that do not stream, parameters and
@@ -28,14 +28,15 @@ namespace tierflow {
 
 class ScriptModel {
  public:
-  // beside: of a commit, verified. units: what streams. where: is named where it is not what a script writes.
+  // beside: the verified bytes of a commit. units: what streams. where: named in the error if the bytes are not what a
+  // script writes.
   ScriptModel(std::string beside, const std::vector<UnitSpec>& units, const std::string& where);
 
-  // Its last file: config.json or adapter_config.json; empty where the model has neither.
+  // The folder's last file: config.json or adapter_config.json; empty if the model has neither.
   const std::string& last_file() const { return last_file_; }
-  // What of it is not as save_pretrained() would write it, as a sentence; empty: nothing.
+  // A sentence that says what is not as save_pretrained() would write it; empty: everything is.
   const std::string& remark() const { return remark_; }
-  // Whether anything that streams is a part of it.
+  // Whether any streamed tensor is a part of it.
   bool has_streamed() const;
   // Writes the folder, each file flushed before it has its name, the last file last. read: of the commit. Returns the
   // name of the first streamed tensor that holds an infinity or no number; empty: none does.
@@ -62,7 +63,7 @@ class ScriptModel {
   std::vector<Source> ordinary_;  // those that are saved
 };
 
-// That of a store; nothing where a session made it.
+// That of a store; nothing if a session made it.
 std::optional<ScriptModel> script_in(const StoredModel& model, const Folders& storage);
 
 }  // namespace tierflow

@@ -1,5 +1,5 @@
 #pragma once
-// Reads the bf16 words of a store's committed generation for an export.
+// Reads the bf16 words of a store's committed generation for an export, ahead of their use.
 #include <cstdint>
 #include <deque>
 #include <functional>

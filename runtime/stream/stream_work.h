@@ -1,5 +1,5 @@
 #pragma once
-// The update lane's work for a Streamer: norms tensor by tensor, fp32 sums of gradients, and AdamW with its own
+// A Streamer's work on the update lane: norms tensor by tensor, fp32 sums of gradients, and AdamW with its own
 // parameters for each tensor.
 #include <atomic>
 #include <cstdint>
@@ -36,9 +36,9 @@ class StreamWork final : public ChunkWork {
   // After the executor's finish_updates().
   double squares(int unit, int tensor) const;
   bool finite(int unit) const;
-  // What the unit's next update does, an entry a tensor. Before the update is planned.
+  // Sets what the unit's next update does, with an entry for each tensor. Call it before the update is planned.
   void set_updates(int unit, std::vector<TensorUpdate> updates);
-  // What goes with the commit that is planned next; the one before has ended.
+  // Sets the progress for the commit that is planned next; the commit before must have ended.
   void set_progress(std::string progress) { progress_ = std::move(progress); }
   std::string progress() const override { return progress_; }
   // Elements that updates were asked for and that were updated, since the beginning.
@@ -52,7 +52,7 @@ class StreamWork final : public ChunkWork {
   std::atomic<std::uint64_t> updated_ = 0;
 };
 
-// The sum whose words are given.
+// The fp32 sum with these words.
 float sum_value(std::uint16_t high, std::uint16_t low);
 
 }  // namespace tierflow

@@ -1,5 +1,5 @@
 #pragma once
-// What follows from a Streamer's units and budgets: packing, layout and arrangement. Shared by streamer*.cpp.
+// Computes packing, layout and arrangement from a Streamer's units and budgets. Shared by streamer*.cpp.
 #include <algorithm>
 #include <memory>
 
@@ -10,13 +10,13 @@
 namespace tierflow {
 
 struct StreamerPlan {
-  // Throws Exception (kind usage) where the budgets are too small, naming the smallest that work.
+  // Throws Exception (kind usage) if the budgets are too small; it names the smallest that work.
   StreamerPlan(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& stages,
                const StreamerOptions& options);
-  // Lays out and arranges; false where the budgets are too small.
+  // Makes layout and arrangement; false if the budgets are too small.
   bool fits(const StreamerOptions& options);
   bool needs_store(const StreamerOptions& options) const;
-  // identity: of a store that is resumed; else empty.
+  // identity: of the store that is resumed; otherwise empty.
   swap::StoreOptions store_options(const std::vector<UnitSpec>& units, const StreamerOptions& options,
                                    const std::string& identity = {}) const;
 
