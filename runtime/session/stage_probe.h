@@ -29,8 +29,7 @@ class StageProbe {
   StageProbe(const LayeredModel& model, DeviceMemory& memory, torch::Device torch_device, StageTiming timing = {});
 
   // One micro-batch of that shape, and so many in the stages that take several together; `head`: of which the head is
-  // asked what a session with these options asks. Where
-  // memory runs out, torch's exception passes through.
+  // asked what a session with these options asks. Where memory runs out, torch's exception passes through.
   ProbedModel measure(std::int64_t micro_batch, std::int64_t sequence_length, bool train,
                       const SessionOptions& head = {}, int together = 1);
 
