@@ -4,8 +4,8 @@
 
 namespace tierflow::models {
 
-// What its layers are called; `gate` and `up` may be one, then `gate_up` alone is given. With neither of these
-// there is no gate.
+// The names of its layers. If `gate` and `up` are one layer, `gate_up` is given instead of both. Without `gate` and
+// `gate_up` there is no gate.
 struct MlpNames {
   std::string gate, up, gate_up, down;
   bool up_first = false;  // the rows of gate_up

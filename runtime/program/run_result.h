@@ -17,14 +17,15 @@ const char* last_file(const TrainOptions& options);
 // Whether --out holds the whole result of this very command.
 bool has_result(const TrainOptions& options);
 
-// "; ..." for an error of a state that cannot be gone on with: the newest model in --out; empty if there is none.
+// The end of an error message about a state that cannot be resumed: "; ..." with the newest model in --out. Empty if
+// there is none.
 std::string what_else_is_left(const TrainOptions& options);
 
 class RunResult {
  public:
   // Claims --out, where there has to be room, and opens the files that go with the weights, before the work begins.
   // With --no-export there is no folder: the result is the store.
-  // resumed: --out may hold checkpoints of the run that is gone on with. beside: writes models on the way.
+  // resumed: --out may hold checkpoints of the run that is resumed. beside: writes the models during training.
   RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed, TrainingLog& log, ExportBeside& beside);
 
   // Throws Exception (kind environment) if --out has no room for the model's weights and what goes with them.
