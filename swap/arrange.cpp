@@ -10,6 +10,7 @@
 namespace tierflow::swap {
 namespace {
 
+constexpr int kStateBuffers = 2;  // of state that stays on the device, on its way to and from a commit
 constexpr int kActivationBuffers = 4, kFewestActivationBuffers = 1;
 
 // A share of the trainable elements by whole chunks, spread evenly: each unit then leaves as much for its next forward
@@ -53,7 +54,6 @@ void move_to_storage(std::uint64_t budget, std::uint64_t buffers, Arrangement& r
 
 io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& request) {
   Arrangement result;
-  const std::uint64_t host_budget = request.host_budget - std::min(request.host_budget, request.host_workspace);
   result.staged = request.staged && request.train;
   result.micro_batches = request.micro_batches;
   const std::size_t chunks = layout.chunks().size();
@@ -64,6 +64,11 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   const bool defers_all = request.staged || request.deferred_share >= 1;
   if (request.sums) result.gradient_low_resident.assign(chunks, false);
   if (io::Error error = arrange_device(layout, request, result)) return error;
+  const std::uint64_t aside = request.host_workspace + kGradientSlots * result.found_buffer_bytes(),
+                      host_budget = request.host_budget - std::min(request.host_budget, aside);
+  const auto on_device = [&](ExtentKind kind, const Chunk& chunk) {
+    return result.device_place(kind, chunk.id) != kNowhere;
+  };
 
   // Host: the fewest buffers that work, host carries; then residency of everything, or a pipeline's worth of buffers
   // and residency.
@@ -73,10 +78,13 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   for (const Chunk& chunk : layout.chunks()) {
     everything += chunk.word_bytes();
     if (!request.train) continue;
-    everything += chunk.state_bytes + (request.sums && chunk.trainable ? chunk.word_bytes() : 0);
+    if (!on_device(ExtentKind::state, chunk)) everything += chunk.state_bytes;
+    everything += (request.sums && chunk.trainable ? chunk.word_bytes() : 0);
   }
-  for (std::size_t id = 0; id < chunks; ++id)
-    if (result.deferred[id]) everything += layout.chunks()[id].word_bytes();
+  for (const Chunk& chunk : layout.chunks())
+    if (result.deferred[chunk.id] && !on_device(ExtentKind::gradient, chunk)) everything += chunk.word_bytes();
+  const int through = result.device_resident == 0 ? 0 : kStateBuffers;
+  everything += through * state;
   const int immediate_words = request.train && (!defers_all || request.sums) ? 2 : 0;
   everything += immediate_words * word;
   if (everything <= host_budget) {
@@ -84,11 +92,13 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
       const Chunk& chunk = layout.chunks()[id];
       const bool trained = chunk.trainable && request.train;
       result.hi_resident[id] = true;
-      result.state_resident[id] = trained || (request.train && chunk.state_bytes != 0);
-      result.gradient_resident[id] = result.deferred[id];
+      result.state_resident[id] =
+          (trained || (request.train && chunk.state_bytes != 0)) && !on_device(ExtentKind::state, chunk);
+      result.gradient_resident[id] = result.deferred[id] && !on_device(ExtentKind::gradient, chunk);
       if (request.sums) result.gradient_low_resident[id] = trained;
     }
     result.word_buffers = immediate_words;
+    result.state_buffers = through;
     if (any_on_storage(result)) result.activation_buffers = kActivationBuffers;
     if (request.train && !defers_all && everything + 2 * word <= host_budget) result.word_buffers += 2;
     return result;
@@ -99,14 +109,14 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
     return arrange(layout, at_once);
   }
   if (!request.storage)
-    return too_small("--host-memory", request.host_budget, everything + request.host_workspace,
+    return too_small("--host-memory", request.host_budget, everything + aside,
                      "or name a --storage folder to keep the state there");
   const int words_least = request.sums ? 4 : request.train ? 2 : 1, states_least = request.train ? 1 : 0;
   const std::uint64_t buffers = words_least * word + states_least * state;
   move_to_storage(host_budget, buffers, result);
   const std::uint64_t least = buffers + result.saved_on_host() + result.activation_buffers * result.slot_bytes;
   if (least > host_budget)
-    return too_small("--host-memory", request.host_budget, least + request.host_workspace,
+    return too_small("--host-memory", request.host_budget, least + aside,
                      "a smaller --micro-batch moves smaller activations through it");
   std::uint64_t host_left = host_budget - least;
   result.word_buffers = words_least;
@@ -153,10 +163,13 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   for (const bool these : {false, true}) {
     on_demand = these;
     keep(result.hi_resident, true, words);
-    keep(result.gradient_resident, true,
-         [&](const Chunk& chunk) { return result.deferred[chunk.id] ? chunk.word_bytes() : 0; });
+    keep(result.gradient_resident, true, [&](const Chunk& chunk) {
+      return result.deferred[chunk.id] && !on_device(ExtentKind::gradient, chunk) ? chunk.word_bytes() : 0;
+    });
     if (request.sums) keep(result.gradient_low_resident, true, words);
-    if (request.train) keep(result.state_resident, true, [](const Chunk& chunk) { return chunk.state_bytes; });
+    if (request.train)
+      keep(result.state_resident, true,
+           [&](const Chunk& chunk) { return on_device(ExtentKind::state, chunk) ? 0 : chunk.state_bytes; });
     keep(result.hi_resident, false, words);
   }
   return result;

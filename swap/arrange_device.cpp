@@ -1,6 +1,7 @@
 #include "swap/arrange_device.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace tierflow::swap {
 namespace {
@@ -83,18 +84,59 @@ std::vector<bool> chunks_on_device(const Layout& layout, const std::vector<bool>
   return on_device;
 }
 
-UpdateSlots update_slots(const Layout& layout, const std::vector<bool>& on_device, std::uint64_t scratch) {
+// Where state and gradient of a chunk stay on the device, its slot is for scratch alone.
+UpdateSlots update_slots(const Layout& layout, const Arrangement& result, std::uint64_t scratch) {
   UpdateSlots slots;
   std::uint64_t state = 0;
-  for (std::size_t id = 0; id < on_device.size(); ++id) {
-    if (!on_device[id]) continue;
+  for (const Chunk& chunk : layout.chunks()) {
+    if (!result.on_device[chunk.id]) continue;
     slots.count = 3;  // one comes, one is updated, one goes
-    slots.state = std::max(slots.state, round_up(layout.chunks()[id].word_bytes(), kSector));
-    state = std::max(state, round_up(layout.chunks()[id].state_bytes, kSector));
+    if (result.device_place(ExtentKind::gradient, chunk.id) == kNowhere)
+      slots.state = std::max(slots.state, round_up(chunk.word_bytes(), kSector));
+    if (result.device_place(ExtentKind::state, chunk.id) == kNowhere)
+      state = std::max(state, round_up(chunk.state_bytes, kSector));
   }
   slots.scratch = slots.state + state;
-  slots.bytes = slots.scratch + round_up(scratch, kSector);
+  slots.bytes = std::max(kSector, slots.scratch + round_up(scratch, kSector));
   return slots;
+}
+
+std::uint64_t bytes_of(const UpdateSlots& slots) {
+  return slots.count == 0 ? 0 : static_cast<std::uint64_t>(slots.count) * slots.bytes + kSector;
+}
+
+// Whole units, the first ones first: their updates are the last of a backward, and the first that the next forward
+// waits for. Those whose words are not on the device in the backward stay with the host. `left` pays for the places and
+// for what the update slots grow by.
+void keep_state(const Layout& layout, const ArrangeRequest& request, Arrangement& result, std::uint64_t& left) {
+  for (int unit = 0; unit < static_cast<int>(layout.units().size()); ++unit) {
+    const int user = layout.first_user(unit);
+    const auto chunks = layout.trainable_chunks_of(unit);
+    if (chunks.empty() || !layout.stages()[user].backward_needs_weights || std::ranges::any_of(chunks, &Chunk::sparse))
+      continue;
+    Arrangement with = result;
+    with.device_state.resize(layout.chunks().size(), kNowhere);
+    with.device_gradient.resize(layout.chunks().size(), kNowhere);
+    const auto place = [&](std::uint64_t bytes) {
+      return std::exchange(with.device_resident, with.device_resident + round_up(bytes, kSector));
+    };
+    for (const Chunk& chunk : chunks) {
+      with.on_device[chunk.id] = true;
+      with.device_state[chunk.id] = place(chunk.state_bytes);
+      if (with.deferred[chunk.id]) with.device_gradient[chunk.id] = place(chunk.word_bytes());
+    }
+    with.update_slots = update_slots(layout, with, request.update_scratch);
+    const auto taken = [](const Arrangement& of) {
+      return of.device_resident == 0 ? bytes_of(of.update_slots)
+                                     : of.device_resident + kSector + bytes_of(of.update_slots);
+    };
+    if (taken(with) > taken(result) + left) continue;
+    left -= taken(with) - taken(result);
+    result = std::move(with);
+  }
+  for (std::vector<std::uint64_t>* places : {&result.device_state, &result.device_gradient})
+    for (std::uint64_t& at : *places)
+      if (at != kNowhere) at += result.device_resident_begin();
 }
 
 // Bytes of the largest gradient that leaves the device: not of those that are used up there.
@@ -170,19 +212,20 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
                      "a smaller --micro-batch or --sequence-length needs less");
   std::uint64_t left = request.device_budget - fixed;
   result.on_device = chunks_on_device(layout, result.deferred, request.train ? request.device_update_share : 0.0);
-  const UpdateSlots updates = update_slots(layout, result.on_device, request.update_scratch);
-  const std::uint64_t update_bytes = static_cast<std::uint64_t>(updates.count) * updates.bytes + kSector;
-  if (updates.count == 0 || update_bytes > request.device_budget - smallest) {
+  const UpdateSlots updates = update_slots(layout, result, request.update_scratch);
+  if (updates.count == 0 || bytes_of(updates) > request.device_budget - smallest) {
     result.on_device.assign(layout.chunks().size(), false);
   } else {
     result.update_slots = updates;
-    left -= update_bytes;
+    left -= bytes_of(updates);
   }
-  if (request.gradient_slots && request.train) {
-    const std::uint64_t slot = gradient_slot(layout, result), all = kGradientSlots * slot + kSector;
+  if (const std::uint64_t words = request.gradient_slots && request.train ? gradient_slot(layout, result) : 0;
+      words != 0) {
+    const std::uint64_t slot = words + round_up(request.found_bytes, kSector), all = kGradientSlots * slot + kSector;
     if (all <= left - (smallest - fixed)) {
       result.gradient_slot = slot;
-      left -= slot == 0 ? 0 : all;
+      result.found_bytes = request.found_bytes;
+      left -= all;
     }
   }
   std::uint64_t swapped = 0;  // the largest piece that a swap may move
@@ -251,6 +294,8 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
       left -= std::min(left / 2, request.evaluation_workspace - std::min(request.evaluation_workspace, of_step));
     grow(result.weight_ring, std::min(left / kSector * kSector, all - result.weight_ring));
   }
+  if (request.state_on_device && request.train && result.weight_ring >= needs.all_weights)
+    keep_state(layout, request, result, left);
   // Units on demand stay as long as their room is not needed: those that are needed again are not fetched again.
   if (const std::uint64_t all = round_up(needs.all_needed, kSector); !request.train && result.needed_ring < all)
     grow(result.needed_ring, std::min(left / kSector * kSector, all - result.needed_ring));

@@ -66,12 +66,23 @@ struct Arrangement {
 
   std::vector<bool> on_device;  // by chunk: it is updated on the device
   UpdateSlots update_slots;     // behind what passes through `slots`
-  // Bytes of each of the kGradientSlots at the end of the arena, in which gradients are rounded on their way to the
-  // host. 0: there are no such slots, and gradients are rounded as they are copied.
+  // Bytes of each of the kGradientSlots, which lie behind the update slots. In them gradients are rounded on their way
+  // to the host. 0: there are no such slots, and gradients are rounded as they are copied.
   std::uint64_t gradient_slot = 0;
+  // Bytes at the end of each gradient slot for what measuring the gradient there finds. They are copied with the
+  // gradient, to a host buffer of each slot. 0: the host measures.
+  std::uint64_t found_bytes = 0;
+  // By chunk: where in the arena its optimizer state stays for the whole run, and where its gradient waits, as bf16, if
+  // its update is deferred. Such a chunk is updated on the device. kNowhere: not on the device. Empty: no chunk is.
+  std::vector<std::uint64_t> device_state, device_gradient;
+  std::uint64_t device_resident = 0;  // bytes of both, at the end of the arena
 
   bool operator==(const Arrangement&) const = default;
   std::uint64_t device_bytes() const {
+    return device_resident == 0 ? gradient_slots_end() : device_resident_begin() + device_resident;
+  }
+  std::uint64_t device_resident_begin() const { return round_up(gradient_slots_end(), kSector); }
+  std::uint64_t gradient_slots_end() const {
     return gradient_slot == 0 ? update_slots_end() : gradient_slots_begin() + kGradientSlots * gradient_slot;
   }
   std::uint64_t gradient_slots_begin() const { return round_up(update_slots_end(), kSector); }
@@ -87,6 +98,13 @@ struct Arrangement {
   }
   // Whether the chunk's extent has a place in RAM for the whole run; not for activations.
   bool resident(ExtentKind kind, int chunk) const;
+  // Where on the device the chunk's state, or its gradient that waits, has its place for the whole run, or kNowhere.
+  std::uint64_t device_place(ExtentKind kind, int chunk) const;
+  // Whether the chunk's extent has a place in RAM or on the device for the whole run. All others are on storage.
+  bool stays(ExtentKind kind, int chunk) const {
+    return resident(kind, chunk) || device_place(kind, chunk) != kNowhere;
+  }
+  std::uint64_t found_buffer_bytes() const { return round_up(found_bytes, kSector); }
   std::uint64_t buffer_bytes(const Layout& layout) const;
   std::uint64_t resident_bytes(const Layout& layout) const;
   std::uint64_t saved_on_host() const;

@@ -97,6 +97,8 @@ void PlanChecker::play(const Plan& part) {
       rules_.measure(task, {What::gradient, task.chunk, step_});
     else if (task.kind == TaskKind::update_on_device)
       update_on_device(task);
+    else if (task.kind == TaskKind::keep_gradient)
+      keep_gradient(task);
     else if (!rules_.move(task))
       move(task);
   });
@@ -273,14 +275,27 @@ void PlanChecker::update(const Task& task) {
 void PlanChecker::update_on_device(const Task& task) {
   const Chunk& chunk = layout_.chunks()[task.chunk];
   const Content gradient = gradient_of(task.chunk);
-  if (task.slot == kNowhere) return ledger_.wrong("has no slot");
+  if (!has_slot(task)) return ledger_.wrong("has no slot");
+  const std::uint64_t rounded = task.held_gradient == kNowhere ? task.slot : task.held_gradient;
   if (task.sum == kNowhere) {
-    ledger_.read_device(task.slot, chunk.word_bytes(), gradient);
+    ledger_.read_device(rounded, chunk.word_bytes(), gradient);
   } else {
     ledger_.read_device(task.sum, 4 * chunk.elements, whole_sum(task.chunk, gradient.version));
-    ledger_.write_device(task.slot, chunk.word_bytes(), gradient);
+    ledger_.write_device(rounded, chunk.word_bytes(), gradient);
   }
   rules_.update_on_device(task);
+}
+
+bool PlanChecker::has_slot(const Task& task) const {
+  const std::uint64_t begin = arrangement_.update_slots_begin(), bytes = arrangement_.update_slots.bytes;
+  return task.slot >= begin && task.slot < arrangement_.update_slots_end() && (task.slot - begin) % bytes == 0;
+}
+
+void PlanChecker::keep_gradient(const Task& task) {
+  if (!has_slot(task) || task.sum == kNowhere || task.held_gradient == kNowhere)
+    return ledger_.wrong("has no slot, no sum or no place for it");
+  ledger_.read_device(task.sum, 4 * layout_.chunks()[task.chunk].elements, whole_sum(task.chunk, step_));
+  rules_.keep_gradient(task, {What::gradient, task.chunk, step_});
 }
 
 }  // namespace tierflow::swap

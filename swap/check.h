@@ -61,6 +61,8 @@ class PlanChecker {
   void commit();
   void expect_applied(int chunk);
   void update_on_device(const Task& task);
+  void keep_gradient(const Task& task);
+  bool has_slot(const Task& task) const;
   // Whether the chunk's next update is the one that the step before deferred.
   bool owes(int chunk) const {
     return arrangement_.deferred[chunk] && rows_.owes(layout_.chunks()[chunk]) &&

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "io/wait.h"
 #include "swap/executor_impl.h"
 
 namespace tierflow::swap {
@@ -40,6 +39,9 @@ io::Error Executor::Impl::allocate() {
         break;
       case HostRef::Where::activation_buffer:
         streams_through(activation_buffers, activation_bytes);
+        break;
+      case HostRef::Where::found_buffer:
+        found_on_host.push_back(bytes);
         break;
       case HostRef::Where::resident_hi:
         residents[0][index] = bytes;
@@ -276,85 +278,6 @@ void Executor::fail(io::Error error) {
   if (!impl_->error) impl_->error = std::move(error);
   for (auto& wake : impl_->lane_wakes) wake.notify_all();
   impl_->client_wakes.notify_all();
-}
-
-void Executor::matches_store() {
-  for (std::vector<char>& list : impl_->unsaved) list.assign(list.size(), false);
-}
-
-io::Error Executor::access(ExtentKind kind, int chunk, bool writes,
-                           const std::function<void(std::span<std::byte>)>& use) {
-  Impl& impl = *impl_;
-  {
-    std::lock_guard lock(impl.mutex);
-    if (impl.error) return impl.error;  // the buffers may be gone with a drive that does not answer
-  }
-  if (const auto resident = impl.residents[static_cast<int>(kind)][chunk]; !resident.empty()) {
-    use(resident);
-    if (writes) impl.unsaved[static_cast<int>(kind)][chunk] = true;
-    return {};
-  }
-  auto& buffers = kind == ExtentKind::state ? impl.state_buffers : impl.word_buffers;
-  if (impl.store == nullptr || buffers.empty())
-    return {
-        .kind = io::ErrorKind::usage, .operation = "access", .detail = "the arrangement has no place for this extent"};
-  io::Buffer& home = buffers.front();
-  const auto bytes = home.bytes().first(impl.store->extent_bytes(kind, chunk));
-  if (writes) {
-    use(bytes);
-    impl.store->stamp(kind, chunk, bytes);
-  }
-  const auto move = [&] {
-    io::Completion completion = io::wait_for([&](io::Callback done) {
-      if (writes)
-        impl.store->write(kind, chunk, std::move(home), std::move(done));
-      else
-        impl.store->read(kind, chunk, std::move(home), std::move(done));
-    });
-    home = std::move(completion.buffer);
-    std::lock_guard lock(impl.mutex);
-    if (completion.error && !impl.error) impl.error = completion.error;
-    return std::move(completion.error);
-  };
-  if (io::Error error = move(); error || writes) return error;
-  if (const io::Error wrong = impl.store->verify(kind, chunk, bytes)) {
-    impl.store->report_second_reading(wrong);
-    if (io::Error error = move()) return error;
-    if (io::Error again = impl.store->verify(kind, chunk, bytes)) return again;
-  }
-  use(bytes);
-  return {};
-}
-
-io::Error Executor::write_back() {
-  Impl& impl = *impl_;
-  io::Error first;
-  {
-    std::lock_guard lock(impl.mutex);
-    if (impl.error) return impl.error;
-  }
-  int outstanding = 0;
-  for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
-    for (int chunk = 0; chunk < static_cast<int>(impl.layout.chunks().size()); ++chunk) {
-      const auto bytes = impl.residents[static_cast<int>(kind)][chunk];
-      if (bytes.empty() || !std::exchange(impl.unsaved[static_cast<int>(kind)][chunk], false)) continue;
-      {
-        std::unique_lock lock(impl.mutex);
-        impl.client_wakes.wait(lock, [&] { return outstanding < kWritesBack; });
-        if (first) break;
-        ++outstanding;
-      }
-      impl.store->stamp(kind, chunk, bytes);
-      impl.store->write(kind, chunk, impl.memory->lend(bytes), [&](io::Completion&& completion) {
-        std::lock_guard lock(impl.mutex);
-        if (completion.error && !first) first = std::move(completion.error);
-        --outstanding;
-        impl.client_wakes.notify_all();
-      });
-    }
-  std::unique_lock lock(impl.mutex);
-  impl.client_wakes.wait(lock, [&] { return outstanding == 0; });
-  return first;
 }
 
 std::array<LaneCounters, kLanes> Executor::counters() const {

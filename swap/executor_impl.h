@@ -25,6 +25,7 @@ struct Node {
   bool done = false;        // others may follow; a compute task is done when it is enqueued
   bool on_device = false;   // enqueued, and not landed
   bool read_again = false;  // what was read first did not match its checksum
+  int rounded_in = -1;      // the gradient slot in which it is rounded before it is copied; -1: none
 };
 
 // A stream's tasks that the device has, in order. A thread for each stream waits for them and says that they are done.
@@ -75,18 +76,28 @@ struct Executor::Impl {
   bool rounds_first(const Task& task) const {
     return task.kind == TaskKind::download_gradient && arrangement.gradient_slot != 0;
   }
-  const std::byte* round_first(const Node& at);
-  void enqueue_copy(StreamId stream, const Task& task, const std::byte* rounded);
+  void round_first(Node& at);
+  std::byte* gradient_slot(int slot) {
+    return arena.data() + arrangement.gradient_slots_begin() +
+           static_cast<std::uint64_t>(slot) * arrangement.gradient_slot;
+  }
+  std::byte* found_in(int slot) {
+    return gradient_slot(slot) + arrangement.gradient_slot - arrangement.found_buffer_bytes();
+  }
+  void enqueue_copy(StreamId stream, const Node& at);
   void land_loop(StreamId stream);
   void has_room(StreamId stream);
   void stamp_copy(const Task& task);
   void follow_compute(StreamId stream, const Node& at);
-  io::Error update_on_device(Node& at);
+  io::Error work_on_device(Node& at);
   void start_read(TaskId id, Node& at);
   void start_write(TaskId id, Node& at);
   void end_write(TaskId id, io::Error failed);
   io::Error work(Node& at);
   void changed(ExtentKind kind, int chunk, const HostRef& place);
+  io::Error write_back_from_device();
+  io::Error copy_to_host(ExtentKind kind, int chunk, std::span<std::byte> to);
+  io::Error copy_to_device(ExtentKind kind, int chunk, std::span<const std::byte> from);
   struct Extent {
     ExtentKind kind;
     int index;
@@ -116,9 +127,10 @@ struct Executor::Impl {
   // The same memory: an upload may read what a write in flight, which holds the Buffer, reads as well.
   std::vector<std::span<std::byte>> word_bytes, state_bytes, activation_bytes;
   std::vector<std::span<std::byte>> residents[kExtentKinds];
-  // Of those that are resident: not what the store has. A byte each: lanes set them beside one another.
+  // Of those that stay in RAM or on the device: not what the store has. A byte each: lanes set them beside one another.
   std::vector<char> unsaved[kExtentKinds];
-  std::vector<std::span<std::byte>> saved;  // by item
+  std::vector<std::span<std::byte>> saved;          // by item
+  std::vector<std::span<std::byte>> found_on_host;  // by slot of a gradient
 
   mutable std::mutex mutex;
   std::condition_variable lane_wakes[kLanes], verify_wakes, client_wakes;

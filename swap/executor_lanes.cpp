@@ -9,10 +9,6 @@
 namespace tierflow::swap {
 
 namespace {
-io::Error keeps_no_sums() {
-  return {.kind = io::ErrorKind::usage, .operation = "update", .detail = "this run keeps no gradient sums"};
-}
-
 // The exception being handled, as the error that ends the run.
 io::Error thrown_in(const Task& task) {
   io::Error error{.kind = io::ErrorKind::internal, .operation = task_name(task.kind)};
@@ -29,20 +25,6 @@ io::Error thrown_in(const Task& task) {
   return error;
 }
 }  // namespace
-
-io::Error HostWork::update_on_device(const Chunk&, Device&, const DeviceUpdate&) {
-  return {.kind = io::ErrorKind::usage, .operation = "update", .detail = "this run's updates are the host's alone"};
-}
-io::Error HostWork::catch_up(const Chunk&, std::span<std::byte>, std::span<std::byte>) {
-  return {.kind = io::ErrorKind::usage, .operation = "update", .detail = "this run's chunks miss no updates"};
-}
-io::Error HostWork::accumulate(const Chunk&, std::span<const std::byte>, std::span<std::byte>, std::span<std::byte>,
-                               bool) {
-  return keeps_no_sums();
-}
-io::Error HostWork::round_sum(const Chunk&, std::span<std::byte>, std::span<const std::byte>) {
-  return keeps_no_sums();
-}
 
 void Executor::Impl::lane_loop(Lane lane) {
   std::minstd_rand random(options.chaos_seed + static_cast<std::uint64_t>(lane));
@@ -146,15 +128,14 @@ void Executor::Impl::follow_compute(StreamId stream, const Node& at) {
 // Returns when the copy is enqueued; land_loop() finishes the task.
 void Executor::Impl::start_copy(TaskId id, Node& at) {
   const StreamId stream = stream_of(at.task.lane);
-  const std::byte* rounded = nullptr;
   if (rounds_first(at.task)) {
-    rounded = round_first(at);
+    round_first(at);
     device.wait(stream, device.record(StreamId::round));
   } else {
     follow_compute(stream, at);
   }
   at.began = device.record_timed(stream);
-  enqueue_copy(stream, at.task, rounded);
+  enqueue_copy(stream, at);
   at.ended = device.record_timed(stream);
   std::lock_guard lock(mutex);
   Flight& to = flight(stream);
@@ -178,6 +159,10 @@ void Executor::Impl::land_loop(StreamId stream) {
     try {
       failed = device.synchronize(at.ended);
       if (stream != StreamId::compute) {
+        if (!failed && at.rounded_in != -1 && arrangement.found_bytes != 0)
+          failed = at.work->take_found(
+              layout.chunks()[at.task.chunk],
+              found_on_host[static_cast<std::size_t>(at.rounded_in)].first(arrangement.found_bytes));
         has_room(stream);
         if (!failed) stamp_copy(at.task);
       }
@@ -195,18 +180,20 @@ void Executor::Impl::has_room(StreamId stream) {
   lane_wakes[index_of(stream == StreamId::upload ? Lane::upload : Lane::download)].notify_one();
 }
 
-// Where the gradient will be as bf16. Beside it there is at most one other copy in flight, from the other slot.
-const std::byte* Executor::Impl::round_first(const Node& at) {
+// Beside it there is at most one other copy in flight, from the other slot.
+void Executor::Impl::round_first(Node& at) {
   follow_compute(StreamId::round, at);
-  std::byte* slot = arena.data() + arrangement.gradient_slots_begin() +
-                    gradients_rounded++ % kGradientSlots * arrangement.gradient_slot;
-  device.round_gradient(StreamId::round, reinterpret_cast<std::uint16_t*>(slot),
-                        reinterpret_cast<const float*>(arena.data() + at.task.device_offset), at.task.bytes / 2);
-  return slot;
+  at.rounded_in = static_cast<int>(gradients_rounded++ % kGradientSlots);
+  auto* rounded = reinterpret_cast<std::uint16_t*>(gradient_slot(at.rounded_in));
+  device.round_gradient(StreamId::round, rounded, reinterpret_cast<const float*>(arena.data() + at.task.device_offset),
+                        at.task.bytes / 2);
+  if (arrangement.found_bytes != 0)
+    at.work->enqueue_measuring(layout.chunks()[at.task.chunk], device, StreamId::round, rounded,
+                               found_in(at.rounded_in));
 }
 
-// rounded: a gradient that lies in its slot; null: none does.
-void Executor::Impl::enqueue_copy(StreamId stream, const Task& task, const std::byte* rounded) {
+void Executor::Impl::enqueue_copy(StreamId stream, const Node& at) {
+  const Task& task = at.task;
   std::byte* on_device = arena.data() + task.device_offset;
   switch (task.kind) {
     case TaskKind::upload_hi:
@@ -227,8 +214,11 @@ void Executor::Impl::enqueue_copy(StreamId stream, const Task& task, const std::
       device.copy_to_host(stream, host(task.words, task.bytes).data(), on_device, task.bytes);
       break;
     default:
-      if (rounded != nullptr) {
-        device.copy_to_host(stream, host(task.gradient, task.bytes).data(), rounded, task.bytes);
+      if (at.rounded_in != -1) {
+        device.copy_to_host(stream, host(task.gradient, task.bytes).data(), gradient_slot(at.rounded_in), task.bytes);
+        if (arrangement.found_bytes != 0)
+          device.copy_to_host(stream, found_on_host[static_cast<std::size_t>(at.rounded_in)].data(),
+                              found_in(at.rounded_in), arrangement.found_bytes);
         break;
       }
       device.gradient_to_host(stream, reinterpret_cast<std::uint16_t*>(host(task.gradient, task.bytes).data()),
@@ -250,20 +240,30 @@ void Executor::Impl::stamp_copy(const Task& task) {
   if (!task.updated) return;
   if (task.kind == TaskKind::download_hi) changed(ExtentKind::hi, task.chunk, task.words);
   if (task.kind == TaskKind::download_state) changed(ExtentKind::state, task.chunk, task.state);
+  // Of state that stays there a download is a commit's.
+  if (task.kind == TaskKind::download_state && arrangement.device_place(ExtentKind::state, task.chunk) != kNowhere)
+    unsaved[static_cast<int>(ExtentKind::state)][task.chunk] = false;
 }
 
-io::Error Executor::Impl::update_on_device(Node& at) {
+io::Error Executor::Impl::work_on_device(Node& at) {
   const Task& task = at.task;
+  const Chunk& chunk = layout.chunks()[task.chunk];
   follow_compute(StreamId::update, at);
   at.began = device.record_timed(StreamId::update);
   std::byte *base = arena.data(), *slot = base + task.slot;
-  io::Error failed = at.work->update_on_device(
-      layout.chunks()[task.chunk], device,
-      {.sum = task.sum == kNowhere ? nullptr : reinterpret_cast<const float*>(base + task.sum),
-       .gradient = reinterpret_cast<std::uint16_t*>(slot),
-       .words = reinterpret_cast<std::uint16_t*>(base + task.device_offset),
-       .state = slot + arrangement.update_slots.state,
-       .scratch = slot + arrangement.update_slots.scratch});
+  const auto held = [&](std::uint64_t place, std::byte* in_slot) { return place == kNowhere ? in_slot : base + place; };
+  DeviceUpdate on{.sum = task.sum == kNowhere ? nullptr : reinterpret_cast<const float*>(base + task.sum),
+                  .gradient = reinterpret_cast<std::uint16_t*>(held(task.held_gradient, slot)),
+                  .scratch = slot + arrangement.update_slots.scratch};
+  io::Error failed;
+  if (task.kind == TaskKind::keep_gradient) {
+    failed = at.work->keep_gradient(chunk, device, on);
+  } else {
+    on.words = reinterpret_cast<std::uint16_t*>(base + task.device_offset);
+    on.state = held(task.held_state, slot + arrangement.update_slots.state);
+    if (task.held_state != kNowhere) unsaved[static_cast<int>(ExtentKind::state)][task.chunk] = true;
+    failed = at.work->update_on_device(chunk, device, on);
+  }
   if (failed) return failed;
   at.ended = device.record_timed(StreamId::update);
   return device.synchronize(at.ended);
@@ -355,7 +355,7 @@ void Executor::Impl::verify(TaskId id, Node& at) {
 
 io::Error Executor::Impl::work(Node& at) {
   const Task& task = at.task;
-  if (task.kind == TaskKind::update_on_device) return update_on_device(at);
+  if (task.kind == TaskKind::update_on_device || task.kind == TaskKind::keep_gradient) return work_on_device(at);
   const Chunk& chunk = layout.chunks()[task.chunk];
   const auto gradient = host(task.gradient, chunk.word_bytes());
   if (task.kind == TaskKind::measure) {

@@ -84,11 +84,25 @@ bool Fetcher::updates_in_place(int unit) const {
   });
 }
 
+// Whether some of what the unit owes can be applied on the device alone.
+bool Fetcher::updates_there(int unit) const {
+  return std::ranges::any_of(layout_.chunks_of(unit), [&](const Chunk& chunk) {
+    return arrangement_.deferred[chunk.id] && arrangement_.device_place(ExtentKind::state, chunk.id) != kNowhere;
+  });
+}
+
 void Fetcher::release(const std::vector<int>& units, int holds) {
   for (const int unit : units) ring_of(unit).release(unit, holds);
 }
 
 void Fetcher::apply_owed(int unit) {
+  if (!owes(unit)) return;
+  const int user = layout_.first_user(unit);
+  if (updates_there(unit)) {
+    Visit visit{.stage = user};
+    fetch(visit, /*forced=*/true);
+    return release(layout_.stages()[user].units);
+  }
   invalidate(unit);
   for (const Chunk& chunk : layout_.chunks_of(unit)) {
     if (!arrangement_.deferred[chunk.id] || !rows_.owes(chunk)) continue;

@@ -52,7 +52,8 @@ class Fetcher {
   const StepRows& rows() const { return rows_; }
   void owe(int unit, Owed update) { owed_[unit] = update; }
   bool owes(int unit) const { return owed_[unit] != Owed::nothing; }
-  // Emits the update that the unit owes.
+  // Emits the update that the unit owes. If the unit's state stays on the device, the update runs there, and the words
+  // are brought to it.
   void apply_owed(int unit);
   // Emits the updates that sparse chunks have missed.
   void catch_up();
@@ -60,6 +61,7 @@ class Fetcher {
  private:
   // Whether the update that the unit owes changes its words on the device too, so that they stay valid there.
   bool updates_in_place(int unit) const;
+  bool updates_there(int unit) const;
   WeightRing& ring_of(int unit) { return layout_.on_demand(unit) ? needed_ring_ : ring_; }
 
   const Layout& layout_;

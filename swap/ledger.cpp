@@ -13,6 +13,8 @@ Ledger::Ledger(const Layout& layout, const Arrangement& arrangement) : arrangeme
     list[buffer.place.index].exists = true;
   }
   for (const Chunk& chunk : layout.chunks()) {
+    if (const std::uint64_t at = arrangement.device_place(ExtentKind::state, chunk.id); at != kNowhere)
+      device_[at].end = at + chunk.state_bytes;
     home(ExtentKind::hi, chunk.id).content = {What::words, chunk.id};
     home(ExtentKind::state, chunk.id).content = {What::state, chunk.id};
   }
@@ -54,6 +56,11 @@ Ledger::Held& Ledger::host(const HostRef& ref) {
 }
 
 Ledger::Held& Ledger::home(ExtentKind kind, int chunk) {
+  if (const std::uint64_t at = arrangement_.device_place(kind, chunk); at != kNowhere) {
+    if (const auto found = device_.find(at); found != device_.end()) return found->second;
+    wrong("has lost what stays on the device");
+    return nowhere_;
+  }
   return arrangement_.resident(kind, chunk) ? host(resident_place(kind, chunk)) : stored(kind, chunk);
 }
 

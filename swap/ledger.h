@@ -66,7 +66,7 @@ class Ledger {
   Held& host(const HostRef& ref);
   // index: the chunk, or the item of activations.
   Held& stored(ExtentKind kind, int index) { return stored_[static_cast<int>(kind)][index]; }
-  // Where a chunk's extent stays between plans: its place in RAM, or storage.
+  // Where a chunk's extent stays between plans: its place in RAM or on the device, or storage.
   Held& home(ExtentKind kind, int chunk);
 
   // The current task reads or writes. What it reads must hold the expected content, and the task must wait for the

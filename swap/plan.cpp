@@ -21,7 +21,7 @@ const char* task_name(TaskKind kind) {
                                            "accumulate",        "upload_state",
                                            "upload_gradient",   "update_on_device",
                                            "download_state",    "commit",
-                                           "catch_up"};
+                                           "catch_up",          "keep_gradient"};
   return kNames[static_cast<int>(kind)];
 }
 

@@ -37,8 +37,9 @@ enum class TaskKind : std::uint8_t {
   upload_gradient,   // a deferred one
   update_on_device,  // in place on the unit's words on the device and the state in the slot
   download_state,
-  commit,    // what is stored of every trainable chunk becomes a durable generation
-  catch_up,  // on host bytes: the updates that a sparse chunk missed, whose gradients were zero
+  commit,         // what is stored of every trainable chunk becomes a durable generation
+  catch_up,       // on host bytes: the updates that a sparse chunk missed, whose gradients were zero
+  keep_gradient,  // rounds and measures a gradient that waits on the device for its update
 };
 const char* task_name(TaskKind kind);
 
@@ -70,13 +71,14 @@ struct HostRef {
     resident_gradient,
     resident_gradient_low,
     activation_buffer,
-    activations
+    activations,
+    found_buffer  // what measuring a gradient on its way to the host found; no task names it
   };
   Where where = Where::none;
   int index = -1;  // of the buffer; the chunk; the item
 };
 
-inline constexpr int kHostPlaces = 9;
+inline constexpr int kHostPlaces = 10;
 
 // A range that a task reads or writes. Ranges of different spaces never meet.
 enum class Space : std::uint8_t {
@@ -118,12 +120,15 @@ struct Task {
   HostRef incoming;                // accumulate: the gradient to add
   bool first_sum = false;          // accumulate: the sum so far is bf16, its low words are zero and not read
   Activations activations = Activations::recompute;  // of a compute task, forward and backward
-  std::uint64_t device_offset = 0;  // in the device arena: source or target; update_on_device: the hi words
-  std::uint64_t sum = kNowhere;     // update_on_device: offset of the fp32 gradient; kNowhere: it is in the slot
-  std::uint64_t slot = kNowhere;    // update_on_device: offset of the slot
-  bool measures = false;            // update on the host: also measures its gradient, which is of the plan's own step
-  bool updated = false;             // downloads: bytes of an update on the device, stamped before they are written
-  std::uint64_t bytes = 0;          // moved; elements * 2 for updates and measure
+  std::uint64_t device_offset = 0;         // in the device arena: source or target; update_on_device: the hi words
+  std::uint64_t sum = kNowhere;            // of both: offset of the fp32 gradient; kNowhere: it is bf16 already
+  std::uint64_t slot = kNowhere;           // update_on_device, keep_gradient: offset of the slot
+  std::uint64_t held_state = kNowhere;     // update_on_device: offset of the state; kNowhere: it is in the slot
+  std::uint64_t held_gradient = kNowhere;  // both: offset of the bf16 gradient; kNowhere: it is in the slot
+  bool found = false;       // measure, update on the host: the gradient was measured on its way from the device
+  bool measures = false;    // update on the host: also measures its gradient, which is of the plan's own step
+  bool updated = false;     // downloads: bytes of an update on the device, stamped before they are written
+  std::uint64_t bytes = 0;  // moved; elements * 2 for updates and measure
   std::vector<Access> accesses;
   std::vector<TaskId> dependencies;  // each smaller than the task's own id
 };

@@ -53,9 +53,9 @@ Plan Planner::evaluate(int micro_batches, bool another) {
 
 Plan Planner::flush(bool pending, StepRows rows) {
   fetcher_.take_rows(std::move(rows));
+  for (const int unit : deferring_) fetcher_.owe(unit, pending ? Owed::gradient : Owed::nothing);
   emitter_.serve(Pass::forward);
-  for (const int unit : deferring_)
-    if (pending) fetcher_.apply_owed(unit);
+  for (const int unit : deferring_) fetcher_.apply_owed(unit);
   fetcher_.catch_up();
   return emitter_.take();
 }

@@ -160,17 +160,19 @@ Simulator::Work Simulator::work_of(const Task& task, const Plan& plan) const {
     case Lane::update:
       break;
   }
-  if (task.kind == TaskKind::update_on_device) return {at_rate(elements, device_rates_[task.chunk]), computing};
+  if (task.kind == TaskKind::update_on_device || task.kind == TaskKind::keep_gradient)
+    return {at_rate(elements, device_rates_[task.chunk]), computing};
   const bool updates = task.kind == TaskKind::update || task.kind == TaskKind::catch_up;
   double seconds = updates ? at_rate(elements, update_rates_[task.chunk]) : 0, stamped = 0;
-  if (!updates || task.measures) seconds += at_rate(elements, machine.measure);
+  if ((!updates || task.measures) && !task.found) seconds += at_rate(elements, machine.measure);
   if (updates && task.words.where == Where::word_buffer) stamped += bytes;
   if (updates && task.state.where == Where::state_buffer)
     stamped += static_cast<double>(layout_.chunks()[task.chunk].state_bytes);
   if (!updates && task.gradient.where == Where::word_buffer) stamped += bytes;
   // An update reads the gradient, and reads and writes words and state; a measurement reads the gradient.
-  const double moved =
-      bytes + (updates ? 2 * (bytes + static_cast<double>(layout_.chunks()[task.chunk].state_bytes)) : 0.0);
+  const double moved = updates ? bytes + 2 * (bytes + static_cast<double>(layout_.chunks()[task.chunk].state_bytes))
+                       : task.found ? 0.0
+                                    : bytes;
   return {seconds, threads, stamped > 0 ? at_rate(stamped, machine.checksum) : -1, moved};
 }
 

@@ -108,6 +108,10 @@ HostRef TaskEmitter::read(ExtentKind kind, int chunk) {
 }
 
 void TaskEmitter::read_back(ExtentKind kind, int chunk) {
+  if (const std::uint64_t on_device = arrangement_.device_place(kind, chunk); on_device != kNowhere) {
+    upload(kind, chunk, read(kind, chunk), on_device);
+    return;
+  }
   if (!arrangement_.resident(kind, chunk)) return;
   const ExtentTasks& of = tasks_of(kind);
   const HostRef to = resident_place(kind, chunk);
@@ -146,9 +150,22 @@ Task& TaskEmitter::download(ExtentKind kind, int chunk, std::uint64_t from, Host
 }
 
 void TaskEmitter::take_gradient(int chunk, std::uint64_t from) {
+  const std::uint64_t bytes = layout_.chunks()[chunk].word_bytes();
+  if (const std::uint64_t place = arrangement_.device_place(ExtentKind::gradient, chunk); place != kNowhere) {
+    const std::uint64_t slot = next_update_slot();
+    Task& keep = fill_in(emit(TaskKind::keep_gradient, Lane::update,
+                              {device_access(from, 2 * bytes, false), device_access(place, bytes, true),
+                               device_access(slot, arrangement_.update_slots.bytes, true)}),
+                         ExtentKind::gradient, chunk, {});
+    keep.sum = from;
+    keep.held_gradient = place;
+    keep.slot = slot;
+    return;
+  }
   const HostRef gradient = place(ExtentKind::gradient, chunk);
   download(ExtentKind::gradient, chunk, from, gradient);
-  fill_in(emit(TaskKind::measure, Lane::update, {host_access(gradient, false)}), ExtentKind::gradient, chunk, gradient);
+  fill_in(emit(TaskKind::measure, Lane::update, {host_access(gradient, false)}), ExtentKind::gradient, chunk, gradient)
+      .found = arrangement_.found_bytes != 0;
   // It follows measure(), which makes the checksum that goes with the data.
   write(ExtentKind::gradient, chunk, gradient, /*follows_readers=*/true);
 }
@@ -179,6 +196,7 @@ void TaskEmitter::update(int chunk, HostRef words, Gradient gradient, bool measu
   update.gradient_low = gradient.low;
   update.state = state;
   update.measures = measures;
+  update.found = measures && arrangement_.found_bytes != 0;
   write(ExtentKind::hi, chunk, words);
   write(ExtentKind::state, chunk, state);
 }
@@ -192,25 +210,40 @@ void TaskEmitter::catch_up(int chunk, HostRef words) {
   write(ExtentKind::state, chunk, state);
 }
 
+std::uint64_t TaskEmitter::next_update_slot() {
+  const UpdateSlots& slots = arrangement_.update_slots;
+  return arrangement_.update_slots_begin() +
+         static_cast<std::uint64_t>(next_update_slot_++ % slots.count) * slots.bytes;
+}
+
 void TaskEmitter::update_on_device(int chunk, std::uint64_t words_at, std::uint64_t sum, HostRef home) {
   const UpdateSlots& slots = arrangement_.update_slots;
-  const std::uint64_t slot =
-      arrangement_.update_slots_begin() + static_cast<std::uint64_t>(next_update_slot_++ % slots.count) * slots.bytes;
-  const HostRef state = read(ExtentKind::state, chunk);
-  upload(ExtentKind::state, chunk, state, slot + slots.state);
-  const std::uint64_t word_bytes = layout_.chunks()[chunk].word_bytes();
-  if (sum == kNowhere) upload(ExtentKind::gradient, chunk, read(ExtentKind::gradient, chunk), slot);
+  const std::uint64_t slot = next_update_slot(), held_state = arrangement_.device_place(ExtentKind::state, chunk),
+                      held_gradient = arrangement_.device_place(ExtentKind::gradient, chunk);
+  const Chunk& of = layout_.chunks()[chunk];
+  HostRef state;
+  if (held_state == kNowhere) {
+    state = read(ExtentKind::state, chunk);
+    upload(ExtentKind::state, chunk, state, slot + slots.state);
+  }
+  if (sum == kNowhere && held_gradient == kNowhere)
+    upload(ExtentKind::gradient, chunk, read(ExtentKind::gradient, chunk), slot);
   Task& update = fill_in(emit(TaskKind::update_on_device, Lane::update,
-                              {device_access(words_at, word_bytes, true), device_access(slot, slots.bytes, true)}),
+                              {device_access(words_at, of.word_bytes(), true), device_access(slot, slots.bytes, true)}),
                          ExtentKind::hi, chunk, {});
-  if (sum != kNowhere) update.accesses.push_back(device_access(sum, 2 * word_bytes, false));
+  if (sum != kNowhere) update.accesses.push_back(device_access(sum, 2 * of.word_bytes(), false));
+  if (held_state != kNowhere) update.accesses.push_back(device_access(held_state, of.state_bytes, true));
+  if (held_gradient != kNowhere)
+    update.accesses.push_back(device_access(held_gradient, of.word_bytes(), /*writes=*/sum != kNowhere));
   update.device_offset = words_at;
   update.sum = sum;
   update.slot = slot;
-  download(ExtentKind::state, chunk, slot + slots.state, state).updated = true;
+  update.held_state = held_state;
+  update.held_gradient = held_gradient;
+  if (held_state == kNowhere) download(ExtentKind::state, chunk, slot + slots.state, state).updated = true;
   download(ExtentKind::hi, chunk, words_at, home).updated = true;
   write(ExtentKind::hi, chunk, home);
-  write(ExtentKind::state, chunk, state);
+  if (held_state == kNowhere) write(ExtentKind::state, chunk, state);
 }
 
 void TaskEmitter::commit() {
@@ -221,6 +254,11 @@ void TaskEmitter::commit() {
     for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state}) {
       if (arrangement_.resident(kind, chunk.id))
         write(kind, chunk.id, resident_place(kind, chunk.id), /*follows_readers=*/false, Resident::is_written);
+      if (const std::uint64_t from = arrangement_.device_place(kind, chunk.id); from != kNowhere) {
+        const HostRef through = take_buffer(tasks_of(kind).buffer);
+        download(kind, chunk.id, from, through).updated = true;
+        write(kind, chunk.id, through);
+      }
       accesses.push_back(cell_access(tasks_of(kind).stored, chunk.id, false));
     }
   }

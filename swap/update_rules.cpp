@@ -24,7 +24,7 @@ void UpdateRules::changed(int chunk) {
 void UpdateRules::go_back(int chunk) {
   --version_[chunk];
   for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
-    if (!arrangement_.resident(kind, chunk)) ledger_.stored(kind, chunk).content.version = version_[chunk];
+    if (!arrangement_.stays(kind, chunk)) ledger_.stored(kind, chunk).content.version = version_[chunk];
 }
 
 void UpdateRules::commit(const std::vector<int>& versions) {
@@ -83,6 +83,14 @@ void UpdateRules::measure(const Task& task, const Content& gradient) {
   if (task.gradient.where == HostRef::Where::word_buffer) ledger_.write(held, gradient);
 }
 
+void UpdateRules::keep_gradient(const Task& task, const Content& gradient) {
+  ++measured_[task.chunk];
+  seen_.push_back(task.chunk);
+  const UpdateSlots& slots = arrangement_.update_slots;
+  ledger_.write_device(task.held_gradient, layout_.chunks()[task.chunk].word_bytes(), gradient);
+  ledger_.write_device(task.slot + slots.scratch, slots.bytes - slots.scratch, {});
+}
+
 void UpdateRules::update(const Task& task) {
   ++updated_[task.chunk];
   seen_.push_back(task.chunk);
@@ -111,8 +119,9 @@ void UpdateRules::update_on_device(const Task& task) {
   seen_.push_back(task.chunk);
   const Chunk& chunk = layout_.chunks()[task.chunk];
   const UpdateSlots& slots = arrangement_.update_slots;
+  const std::uint64_t state = task.held_state == kNowhere ? task.slot + slots.state : task.held_state;
   for (const auto& [begin, bytes, what] : {std::tuple{task.device_offset, chunk.word_bytes(), What::words},
-                                           std::tuple{task.slot + slots.state, chunk.state_bytes, What::state}}) {
+                                           std::tuple{state, chunk.state_bytes, What::state}}) {
     ledger_.read_device(begin, bytes, {what, task.chunk, before});
     ledger_.write_device(begin, bytes, {what, task.chunk, before + 1});
   }

@@ -28,7 +28,7 @@ double least_on_drives(const SessionPlan& plan, const swap::MachineRates& machin
                 read = plan.writes.gradients + plan.writes.activations;
   std::vector<std::uint64_t> words(layout.units().size());  // by unit, on storage
   for (const swap::Chunk& chunk : layout.chunks()) {
-    if (chunk.trainable && !at.state_resident[chunk.id]) read += chunk.state_bytes;
+    if (chunk.trainable && !at.stays(swap::ExtentKind::state, chunk.id)) read += chunk.state_bytes;
     if (!at.hi_resident[chunk.id]) words[chunk.unit] += chunk.word_bytes();
   }
   // Forward and backward each fetch the words of their units, but for those that the device still holds.

@@ -41,6 +41,9 @@ struct SessionOptions {
   double deferred_share = 0;
   // The share of the units whose updates run on the device, as far as it has room. It also changes no bit.
   double device_update_share = 0;
+  // Whether device memory that is left is used as on a GPU: gradients are rounded and measured there on their way to
+  // the host, and optimizer state stays there. Absent: if the device is a GPU. Changes no bit.
+  std::optional<bool> as_on_gpu;
   LossRule loss;  // of step()
   // How many of each position's most likely tokens an evaluation hands on (HeadScores).
   std::int64_t top = 0;

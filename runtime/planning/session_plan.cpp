@@ -61,9 +61,10 @@ WriteCost count_writes(const SessionPlan& plan, const SessionOptions& options,
     }
     if (!trained) continue;
     if (holds_window_factor[id] && !at.hi_resident[id]) writes.window += chunk.word_bytes();
-    if (holds_window_factor[id] && !at.state_resident[id]) writes.window += chunk.state_bytes;
-    extent(at.state_resident[id], chunk.state_bytes, true);
-    if (at.deferred[id] && !at.gradient_resident[id]) writes.gradients += in_step(chunk.word_bytes(), 1);
+    if (holds_window_factor[id] && !at.stays(swap::ExtentKind::state, chunk.id)) writes.window += chunk.state_bytes;
+    extent(at.stays(swap::ExtentKind::state, chunk.id), chunk.state_bytes, true);
+    if (at.deferred[id] && !at.stays(swap::ExtentKind::gradient, chunk.id))
+      writes.gradients += in_step(chunk.word_bytes(), 1);
   }
   for (const std::uint64_t bytes : at.stored_activations()) writes.activations += bytes;
   if (!options.keep_store && plan.commit_every == 0) writes.commit = 0;
@@ -180,6 +181,7 @@ SessionPlan arrange_again(const SessionPlan& other, const ModelSpec& spec, const
   const bool can_wait = options.train && !options.storage.empty() && options.commit_every != 0 &&
                         spec.adapter_config_json.empty() && spec.base_format == WeightFormat::bf16;
   plan.exporting = can_wait ? 2 * plan.layout->max_word_bytes() : turned_factor_bytes(spec, 1);
+  const bool as_on_gpu = options.as_on_gpu.value_or(options.device == "cuda");
   swap::ArrangeRequest request{
       .host_budget = options.host_memory,
       .host_workspace = std::max(plan.loading, plan.exporting),
@@ -197,7 +199,9 @@ SessionPlan arrange_again(const SessionPlan& other, const ModelSpec& spec, const
       .deferred_share = options.deferred_share,
       .device_update_share = options.device_update_share,
       .update_scratch = update_scratch_bytes(plan.packed, *plan.layout),
-      .gradient_slots = options.device == "cuda",
+      .gradient_slots = as_on_gpu,
+      .found_bytes = found_bytes(*plan.layout),
+      .state_on_device = as_on_gpu,
       .storage = !options.storage.empty(),
       .train = options.train};
   auto arranged = swap::arrange(*plan.layout, request);
@@ -229,6 +233,8 @@ SessionPlan arrange_again(const SessionPlan& other, const ModelSpec& spec, const
                    [&](const PackedTensor&, std::uint64_t, std::uint64_t, std::uint64_t count) {
                      if (plan.arrangement.deferred[id]) plan.deferred_parameters += count;
                      if (plan.arrangement.on_device[id]) plan.device_updated_parameters += count;
+                     if (plan.arrangement.device_place(swap::ExtentKind::state, chunk.id) != swap::kNowhere)
+                       plan.device_state_parameters += count;
                    });
   }
   plan.stored =
@@ -339,7 +345,7 @@ io::VolumeOptions storage_volume(const SessionOptions& options) {
 swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& options, const SessionPlan& plan) {
   std::vector<bool> stored_gradients = plan.arrangement.deferred;
   for (std::size_t id = 0; id < stored_gradients.size(); ++id)
-    if (plan.arrangement.gradient_resident[id]) stored_gradients[id] = false;
+    if (plan.arrangement.stays(swap::ExtentKind::gradient, static_cast<int>(id))) stored_gradients[id] = false;
   return {.volume = storage_volume(options),
           .generations = plan.commit_every != 0 ? 2 : 1,
           .scratch = {.gradients =

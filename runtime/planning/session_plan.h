@@ -66,6 +66,7 @@ struct SessionPlan {
   std::size_t sparse_used = 0;            // sparse chunks that a step uses if all its tokens differ
   std::uint64_t deferred_parameters = 0;  // trainable parameters whose update is deferred
   std::uint64_t device_updated_parameters = 0;  // trainable parameters whose update runs on the device
+  std::uint64_t device_state_parameters = 0;    // trainable parameters whose state stays on the device
   WriteCost writes;
 
   // Host memory that the session takes at most.

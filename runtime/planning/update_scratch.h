@@ -27,6 +27,17 @@ struct UpdateScratch {
   std::size_t segments, sums, not_finite, bytes;
 };
 
+// The layout of what measuring a chunk's gradient finds: its sums and whether it is finite, without reports.
+inline UpdateScratch found_of(std::uint64_t elements) {
+  return {0, elements};
+}
+inline std::uint64_t found_bytes(const swap::Layout& layout) {
+  std::uint64_t most = 0;
+  for (const swap::Chunk& chunk : layout.chunks())
+    if (chunk.trainable) most = std::max<std::uint64_t>(most, found_of(chunk.elements).bytes);
+  return most;
+}
+
 // What the most demanding chunk needs.
 inline std::uint64_t update_scratch_bytes(const PackedModel& model, const swap::Layout& layout) {
   std::uint64_t most = 0;

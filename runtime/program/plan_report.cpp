@@ -94,7 +94,7 @@ std::uint64_t kept_activations(const SessionPlan& plan, const ComputeNeeds& need
 }
 
 struct WaitingGradients {
-  std::uint64_t in_memory = 0, on_storage = 0;  // bytes
+  std::uint64_t in_memory = 0, on_storage = 0, on_device = 0;  // bytes
 };
 
 // Those of deferred updates.
@@ -102,22 +102,27 @@ WaitingGradients waiting_gradients(const SessionPlan& plan) {
   WaitingGradients waiting;
   for (std::size_t id = 0; id < plan.layout->chunks().size(); ++id)
     if (plan.arrangement.deferred[id])
-      (plan.arrangement.gradient_resident[id] ? waiting.in_memory : waiting.on_storage) +=
-          plan.layout->chunks()[id].word_bytes();
+      (plan.arrangement.device_place(swap::ExtentKind::gradient, static_cast<int>(id)) != swap::kNowhere
+           ? waiting.on_device
+       : plan.arrangement.gradient_resident[id] ? waiting.in_memory
+                                                : waiting.on_storage) += plan.layout->chunks()[id].word_bytes();
   return waiting;
+}
+
+double of_trainable(const SessionPlan& plan, std::uint64_t parameters) {
+  return static_cast<double>(parameters) /
+         static_cast<double>(std::max<std::uint64_t>(1, plan.packed.trainable_parameters));
 }
 
 // Which updates wait for the next forward and which run on the device, and a step's time if none did that need not.
 Json updates_json(const PlannedRun& run) {
   const WaitingGradients waiting = waiting_gradients(run.placement.plan);
-  const auto share = [&](std::uint64_t parameters) {
-    return static_cast<double>(parameters) /
-           static_cast<double>(std::max<std::uint64_t>(1, run.placement.plan.packed.trainable_parameters));
-  };
-  return {{"deferred_share", share(run.placement.plan.deferred_parameters)},
-          {"device_share", share(run.placement.plan.device_updated_parameters)},
+  const SessionPlan& plan = run.placement.plan;
+  return {{"deferred_share", of_trainable(plan, plan.deferred_parameters)},
+          {"device_share", of_trainable(plan, plan.device_updated_parameters)},
           {"gradients_in_memory", waiting.in_memory},
           {"gradients_on_storage", waiting.on_storage},
+          {"gradients_on_device", waiting.on_device},
           {"embedding_parts_in_a_step", run.placement.plan.sparse_used},
           {"embedding_parts", run.placement.plan.layout->sparse_chunks().size()},
           {"step_s_plain", run.placement.step_seconds_plain_updates}};
@@ -216,6 +221,7 @@ Json clip_json(const PlannedRun& run) {
       run.placement.plan.arrangement.staged ? waiting_gradients(run.placement.plan) : WaitingGradients{};
   clip["gradients_in_memory"] = waiting.in_memory;
   clip["gradients_on_storage"] = waiting.on_storage;
+  clip["gradients_on_device"] = waiting.on_device;
   clip["extra_read"] = waiting.on_storage;
   clip["extra_written"] = waiting.on_storage;
   clip["step_s_without"] = run.step_seconds_unclipped ? Json(*run.step_seconds_unclipped) : Json();
@@ -373,6 +379,8 @@ Json plan_json(const PlannedRun& run) {
             {"gradients", at.gradient_ring + at.held_gradients},
             {"activations", inputs_that_stay(run.placement.plan) + at.slots * at.slot_bytes +
                                 kept_activations(run.placement.plan, run.profile.model.needs(run.spec))},
+            {"state", at.device_resident},
+            {"state_share", of_trainable(run.placement.plan, run.placement.plan.device_state_parameters)},
             {"workspace", run.placement.plan.workspace}}},
           {"activations", activations_json(run)},
           {"clip", clip_json(run)},

@@ -92,6 +92,9 @@ std::string plan_text(const Json& plan) {
       fmt::format("{} of {} on {}: {} weights, {} gradients, {} activations, {} workspace", size(memory["device_peak"]),
                   size(device["budget"]), device["name"].get<std::string>(), size(device["weights"]),
                   size(device["gradients"]), size(device["activations"]), size(device["workspace"])));
+  if (device["state"] != 0)
+    row("", fmt::format("{} of it for good: the state of {} of the parameters, with gradients that wait",
+                        size(device["state"]), percent(device["state_share"])));
   row("", activations_text(plan["activations"], step["step_s"]));
   for (const Json& shape : plan["step_shapes"]) {
     const std::string of = fmt::format("--micro-batch {} --micro-batches {}: ", shape["micro_batch"].get<int>(),
@@ -114,14 +117,18 @@ std::string plan_text(const Json& plan) {
     causes += fmt::format("{}{} for {}", causes.empty() ? ": " : ", ", seconds(waited), cause);
   row("", fmt::format("compute waits {}{}", seconds(step["compute_waits_s"]), causes));
   row("", break_even_text(step["break_even"]));
+  const auto waiting_there = [&](const Json& of) {
+    return of["gradients_on_device"] == 0 ? std::string() : size(of["gradients_on_device"]) + " on the device, ";
+  };
   const auto without = [&] {
     return clip["step_s_without"].is_null()
                ? std::string()
                : fmt::format("; with --clip none a step takes {}", seconds(clip["step_s_without"]));
   };
   if (clip["staged"].get<bool>()) {
-    row("clip", fmt::format("gradients wait for the norm: {} in RAM, {} on storage, written and read again{}",
-                            size(clip["gradients_in_memory"]), size(clip["gradients_on_storage"]), without()));
+    row("clip", fmt::format("gradients wait for the norm: {}{} in RAM, {} on storage, written and read again{}",
+                            waiting_there(clip), size(clip["gradients_in_memory"]), size(clip["gradients_on_storage"]),
+                            without()));
     const Json &speculative = clip["step_s_speculative"], &because = clip["staged_because"];
     row("", speculation_text(step_s, speculative.is_null() ? std::nullopt : std::optional(speculative.get<double>()),
                              because.is_null() ? "" : because.get<std::string>(), step["tokens"]));
@@ -132,8 +139,8 @@ std::string plan_text(const Json& plan) {
              on_device = updates["device_share"] != 0;
   std::string when;
   if (deferred)
-    when = fmt::format("{} of them wait for the next forward, with {} of gradients in RAM and {} on storage; ",
-                       percent(updates["deferred_share"]), size(updates["gradients_in_memory"]),
+    when = fmt::format("{} of them wait for the next forward, with gradients of {}{} in RAM and {} on storage; ",
+                       percent(updates["deferred_share"]), waiting_there(updates), size(updates["gradients_in_memory"]),
                        size(updates["gradients_on_storage"]));
   if (on_device) when += fmt::format("{} of them run on the device; ", percent(updates["device_share"]));
   if (!when.empty())

@@ -247,6 +247,9 @@ std::string Session::describe() const {
       "; host: " + mib(impl.plan.host_bytes()) + " of " + mib(impl.options.host_memory) + ", in it " +
       share(impl.plan.arrangement.hi_resident, false) + " of the weights";
   if (impl.options.train) text += ", " + share(impl.plan.arrangement.state_resident) + " of the optimizer state";
+  if (impl.plan.device_state_parameters != 0)
+    text += " (" + std::to_string(impl.plan.device_state_parameters * 100 / trainable_parameters) +
+            "% stays on the device)";
   if (impl.plan.arrangement.staged)
     text += ", " + share(impl.plan.arrangement.gradient_resident) + " of the staged gradients";
   if (impl.plan.speculates) text += "; no update waits for a norm that is likely not to clip";

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <exception>
 #include <string>
 
@@ -20,8 +21,54 @@ OptimizerWork::OptimizerWork(const PackedModel& model, const swap::Layout& layou
       weight_decay_(weight_decay) {}
 
 io::Error OptimizerWork::measure(const swap::Chunk& chunk, std::span<const std::byte> gradient) {
-  measure_pieces(chunk, segments_of(chunk), gradient);
+  // None where it was measured on the device.
+  if (measured(chunk).squares.empty()) measure_pieces(chunk, segments_of(chunk), gradient);
   return check_finite(chunk);
+}
+
+void OptimizerWork::enqueue_measuring(const swap::Chunk& chunk, swap::Device& device, swap::StreamId stream,
+                                      const std::uint16_t* gradient, std::byte* found) {
+  device.enqueue(stream, [gradient, found, elements = chunk.elements,
+                          &refused = measured(chunk).refused](const swap::DeviceQueue& queue) {
+    const UpdateScratch at = found_of(elements);
+    try {
+      if (queue.device == swap::DeviceQueue::kHost)
+        optim::gradient_norm_squared(gradient, elements, at.sums_at(found));
+      else
+        optim::gradient_norm_squared_on_device(gradient, elements, at.sums_at(found), at.not_finite_at(found),
+                                               {.device = queue.device, .stream = queue.stream});
+    } catch (const std::exception& error) {
+      refused = error.what();
+    }
+  });
+}
+
+// The sum of a segment with an element that is not finite is not finite; no other one's is so large.
+io::Error OptimizerWork::take_found(const swap::Chunk& chunk, std::span<const std::byte> found) {
+  Measured& sums = measured(chunk);
+  if (!sums.refused.empty()) return refused_by_device(chunk, sums.refused);
+  sums.squares.resize(found_of(chunk.elements).segments);
+  std::memcpy(sums.squares.data(), found.data(), sums.squares.size() * sizeof(double));
+  sums.finite = std::ranges::all_of(sums.squares, [](double sum) { return std::isfinite(sum); });
+  return {};
+}
+
+io::Error OptimizerWork::keep_gradient(const swap::Chunk& chunk, swap::Device& device, const swap::DeviceUpdate& at) {
+  constexpr auto on = swap::StreamId::update;
+  std::vector<std::byte> found(found_of(chunk.elements).bytes);
+  device.round_gradient(on, at.gradient, at.sum, chunk.elements);
+  enqueue_measuring(chunk, device, on, at.gradient, at.scratch);
+  device.copy_to_host(on, found.data(), at.scratch, found.size());
+  if (io::Error failed = device.synchronize(device.record(on))) return failed;
+  if (io::Error failed = take_found(chunk, found)) return failed;
+  return check_finite(chunk);
+}
+
+io::Error OptimizerWork::refused_by_device(const swap::Chunk& chunk, const std::string& detail) const {
+  return {.kind = io::ErrorKind::io,
+          .operation = "update on the device",
+          .path = layout_.units()[chunk.unit].name,
+          .detail = detail};
 }
 
 io::Error OptimizerWork::check_finite(const swap::Chunk& chunk) const {
@@ -106,11 +153,7 @@ io::Error OptimizerWork::update_on_device(const swap::Chunk& chunk, swap::Device
   });
   device.copy_to_host(on, found.data(), at.scratch, found.size());
   if (io::Error failed = device.synchronize(device.record(on))) return failed;
-  if (!refused.empty())
-    return {.kind = io::ErrorKind::io,
-            .operation = "update on the device",
-            .path = layout_.units()[chunk.unit].name,
-            .detail = refused};
+  if (!refused.empty()) return refused_by_device(chunk, refused);
   if (!deferred) {
     Measured& sums = measured(chunk);
     sums.squares.assign(scratch.sums_at(found.data()), scratch.sums_at(found.data()) + scratch.segments);

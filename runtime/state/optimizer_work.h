@@ -29,7 +29,10 @@ class OptimizerWork final : public ChunkWork {
   io::Error update(const swap::Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
                    std::span<std::byte> state) override;
   io::Error update_on_device(const swap::Chunk& chunk, swap::Device& device, const swap::DeviceUpdate& at) override;
-
+  io::Error keep_gradient(const swap::Chunk& chunk, swap::Device& device, const swap::DeviceUpdate& at) override;
+  void enqueue_measuring(const swap::Chunk& chunk, swap::Device& device, swap::StreamId stream,
+                         const std::uint16_t* gradient, std::byte* found) override;
+  io::Error take_found(const swap::Chunk& chunk, std::span<const std::byte> found) override;
   io::Error catch_up(const swap::Chunk& chunk, std::span<std::byte> words, std::span<std::byte> state) override;
 
   // Before anything runs: how many parameters the updates have that the step before deferred, and what sparse chunks
@@ -61,6 +64,7 @@ class OptimizerWork final : public ChunkWork {
   optim::AdamWParams params_of(bool deferred, const TensorPiece& piece) const;
   // An error if the chunk's gradient is not finite and the step cannot be skipped.
   io::Error check_finite(const swap::Chunk& chunk) const;
+  io::Error refused_by_device(const swap::Chunk& chunk, const std::string& detail) const;
 
   std::vector<bool> owed_;  // by chunk; the update lane's alone
   const bool skips_whole_;

@@ -99,8 +99,7 @@ std::span<const std::uint16_t> StreamedState::stored_words(const TensorSpec& ten
 void StreamedState::restore(swap::Store& store, const Progress& progress) {
   throw_if(store.restore(
       [&](swap::ExtentKind kind, int chunk, std::span<const std::byte> bytes) {
-        const auto& resident = kind == swap::ExtentKind::hi ? arrangement_.hi_resident : arrangement_.state_resident;
-        if (resident[chunk])
+        if (arrangement_.stays(kind, chunk))
           throw_if(executor_->access(kind, chunk, true, [&](std::span<std::byte> place) {
             std::copy_n(bytes.begin(), place.size(), place.begin());
           }));

@@ -271,6 +271,51 @@ TEST(ArrangeDevice, GradientsAreRoundedThereWhereTwoSlotsFit) {
   EXPECT_EQ(device(1 << 30, request).made.gradient_slot, 0U);
 }
 
+TEST(ArrangeDevice, WhatMeasuringFindsLiesBehindEachRoundedGradient) {
+  const ArrangeRequest request{.gradient_slots = true, .found_bytes = 100};
+  const Arrangement made = device(1 << 30, request).made;
+  EXPECT_EQ(made.found_bytes, 100U);
+  EXPECT_EQ(made.gradient_slot, 128 * kKi + kSector);
+  EXPECT_EQ(made.device_bytes(), made.gradient_slots_begin() + 2 * made.gradient_slot);
+  EXPECT_EQ(device(kFixed + 2 * kSlot, request).made.found_bytes, 0U);  // no slots, no measuring
+}
+
+// Behind all else, and only where all weights lie on the device.
+TEST(ArrangeDevice, StateStaysWhereAllElseHasRoom) {
+  ArrangeRequest request{.update_scratch = 5000};
+  for (const bool deferred : {false, true}) {
+    const Arrangement without = device(1 << 30, request, Shape::plain, deferred).made;
+    request.state_on_device = true;
+    // A slot is for the gradient, where that does not stay, and for scratch. State is four bytes an element.
+    const auto slots = [&](std::uint64_t kibi) { return 3 * (deferred ? 8 : 8 + 2 * kibi) * kKi + 2 * kSector; };
+    const std::uint64_t bytes = (deferred ? 6 : 4) * kKi, all = without.device_bytes() + kWorkspace + kCarries;
+    const auto made_of = [&](std::uint64_t budget) {
+      const Arrangement made = device(budget, request, Shape::plain, deferred).made;
+      EXPECT_LE(made.device_bytes() + kWorkspace + kCarries, budget);
+      EXPECT_EQ(made.weight_ring, without.weight_ring);
+      return made;
+    };
+    EXPECT_EQ(made_of(all + 32 * bytes + slots(32) - 1).device_resident, 0U);
+    const Arrangement first = made_of(all + 32 * bytes + slots(32));
+    ASSERT_EQ(first.device_resident, 32 * bytes);
+    EXPECT_EQ(first.on_device, (std::vector<bool>{false, true, false, false, false}));
+    EXPECT_EQ(first.device_state[0], kNowhere);
+    EXPECT_EQ(first.device_state[1], first.device_resident_begin());
+    EXPECT_EQ(first.device_gradient[1], deferred ? first.device_state[1] + 128 * kKi : kNowhere);
+    EXPECT_EQ(first.device_place(ExtentKind::state, 1), first.device_state[1]);
+    EXPECT_EQ(first.device_place(ExtentKind::hi, 1), kNowhere);
+    // All but the embedding's, whose words are not there in the backward.
+    const Arrangement most = made_of(1 << 30);
+    EXPECT_EQ(most.device_resident, 156 * bytes);
+    EXPECT_EQ(most.on_device, (std::vector<bool>{false, true, true, true, true}));
+    EXPECT_EQ(most.update_slots.bytes, (deferred ? 8 : 8 + 2 * 48) * kKi);
+    request.state_on_device = false;
+  }
+  request.state_on_device = true;
+  request.train = false;
+  EXPECT_EQ(device(1 << 30, request).made.device_resident, 0U);
+}
+
 TEST(ArrangeDevice, SwapsTakeTheHostFirstAndThenStorage) {
   ArrangeRequest request;
   request.swapped_bytes = {0, 4000, 9000, 5000, 0};

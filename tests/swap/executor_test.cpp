@@ -199,6 +199,51 @@ TEST(Executor, TheHostRunsAhead) {
       EXPECT_TRUE(equals_plain_loop(with, 4, 3));
     }
 }
+TEST(Executor, GradientsAreMeasuredOnTheirWay) {
+  for (const std::uint64_t chaos : {0, 4})
+    for (const bool staged : {true, false})
+      for (const std::uint64_t host : {1200 * 1024, 200 << 20}) {
+        Case with{.host = host, .device = 4 * kMiB, .staged = staged, .chaos = chaos};
+        with.rounds_first = with.measures_there = true;
+        EXPECT_TRUE(equals_plain_loop(with, 4, 3));
+        with.async = true;
+        with.on_device = 0.5;
+        EXPECT_TRUE(equals_plain_loop(with, 4, 3));
+      }
+}
+// Of some units, where the budget ends; of all but the embedding, where it does not.
+TEST(Executor, StateStaysOnTheDevice) {
+  for (const std::uint64_t chaos : {0, 6})
+    for (const bool staged : {true, false})
+      for (const std::uint64_t host : {kMiB, 200 * kMiB})
+        for (const std::uint64_t device : {7 * kMiB, 16 * kMiB}) {
+          Case with{.host = host, .device = device, .staged = staged, .chaos = chaos, .keeps_state = true};
+          EXPECT_TRUE(equals_plain_loop(with, 3, 3));
+          with.tied = with.async = with.rounds_first = with.measures_there = true;
+          if (!staged) with.deferred = 0.5;
+          with.generations = 2;
+          with.commits_beside = chaos != 0;
+          with.on_device = chaos != 0 ? 0 : 0.5;
+          EXPECT_TRUE(equals_plain_loop(with, 3, 3));
+        }
+}
+TEST(Executor, SpeculativeStepsWithStateOnTheDevice) {
+  for (const std::uint64_t host : {kMiB, 3 * kMiB, 200 * kMiB})
+    for (const std::uint64_t device : {7 * kMiB, 16 * kMiB}) {
+      const Case with{
+          .host = host, .device = device, .chaos = 5, .generations = 2, .speculation = "skusku", .keeps_state = true};
+      const Toy toy = make_toy(false, 3);
+      class Run run(toy, with);
+      run.prepare();
+      ASSERT_FALSE(::testing::Test::HasFatalFailure());
+      ASSERT_GT(run.arrangement().device_resident, 0U);
+      run.train(6);
+      ASSERT_FALSE(::testing::Test::HasFatalFailure());
+      bool equal = false;
+      run.compare(run_reference(toy, run.layout(), 6, with.micro_batches), equal);
+      EXPECT_TRUE(equal) << host << " " << device;
+    }
+}
 TEST(Executor, RandomBudgetsUnderChaos) {
   std::minstd_rand random(20);
   for (int round = 0; round < 40; ++round) {
@@ -212,11 +257,12 @@ TEST(Executor, RandomBudgetsUnderChaos) {
                     .generations = 1 + static_cast<int>(random() % 2),
                     .deferred = static_cast<double>(random() % 5) / 4,
                     .on_device = static_cast<double>(random() % 3) / 2,
-
                     .swap_to_host = static_cast<int>(random() % 4),
                     .swap_to_storage = static_cast<int>(random() % 4),
                     .async = round % 2 == 1,
-                    .rounds_first = round % 4 / 2 == 1};
+                    .rounds_first = round % 4 / 2 == 1,
+                    .measures_there = round % 8 / 4 == 1,
+                    .keeps_state = round % 3 == 0};
     ASSERT_TRUE(equals_plain_loop(with, 1 + static_cast<int>(random() % 4), 2))
         << "host " << with.host << " device " << with.device << " staged " << with.staged << " tied " << with.tied
         << " micro-batches " << with.micro_batches << " chaos " << with.chaos << " generations " << with.generations

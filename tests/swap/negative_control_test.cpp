@@ -120,6 +120,10 @@ TEST(NegativeControl, CopiesThatDoNotFollowTheRounding) {
   with.rounds_first = with.async = true;
   expect_noticed(with, StreamId::download);
 }
+TEST(NegativeControl, StateOnTheDeviceUpdatedBeforeTheGradientIsKept) {
+  const Case with{.host = 200 * kMiB, .device = 16 * kMiB, .keeps_state = true};
+  expect_caught(with, TaskKind::keep_gradient, Lane::compute);
+}
 TEST(NegativeControl, DeviceUpdatesThatDoNotFollowComputation) {
   Case with = kOnDevice;
   with.host = 200 * kMiB;

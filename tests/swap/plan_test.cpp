@@ -71,6 +71,8 @@ Planned random_arrangement(std::minstd_rand& random) {
   if (random() % 2 == 0) request.device_update_share = static_cast<double>(1 + random() % 4) / 4;
   request.update_scratch = random() % 2 == 0 ? 0 : 1000;
   request.gradient_slots = planned.layout->chunks().size() % 2 == 0;
+  request.found_bytes = planned.layout->chunks().size() % 4 == 0 ? 24 : 0;
+  request.state_on_device = planned.layout->chunks().size() % 3 != 0;
   if (random() % 2 == 0) {
     for (std::size_t stage = 0; stage < planned.layout->stages().size(); ++stage) {
       const bool block = stage > 0 && stage + 1 < planned.layout->stages().size();
@@ -186,7 +188,7 @@ TEST(PlanChecker, ProvesThousandsOfRandomPlans) {
   }
   EXPECT_GT(plans, 10000);
   for (const TaskKind kind : {TaskKind::save_activations, TaskKind::load_activations, TaskKind::read_activations,
-                              TaskKind::write_activations, TaskKind::commit})
+                              TaskKind::write_activations, TaskKind::commit, TaskKind::keep_gradient})
     EXPECT_GT(of_kind[kind], 1000) << task_name(kind);
 }
 
@@ -392,10 +394,37 @@ TEST(PlanCheckerControl, NoticesADeviceUpdateThatDoesNotWait) {
 }
 TEST(PlanCheckerControl, NoticesADeviceUpdateInAnotherSlot) {
   const auto move_away = [](Task& task) {
+    if (task.held_state != kNowhere) return false;  // its state is in none
     task.slot -= kSector;
     return true;
   };
   EXPECT_EQ(noticed_in(TaskKind::update_on_device, move_away, 20), 20);
+}
+TEST(PlanCheckerControl, NoticesStateOnTheDeviceThatIsAnother) {
+  const auto move_away = [](Task& task) {
+    if (task.held_state == kNowhere) return false;
+    task.held_state += kSector;
+    return true;
+  };
+  EXPECT_EQ(noticed_in(TaskKind::update_on_device, move_away, 20), 20);
+  const auto forget = [](Task& task) {
+    return task.held_state != kNowhere && std::exchange(task.held_state, kNowhere) != kNowhere;
+  };
+  EXPECT_EQ(noticed_in(TaskKind::update_on_device, forget, 20), 20);
+}
+TEST(PlanCheckerControl, NoticesAGradientThatIsNotKept) {
+  const auto forget = [](Task& task) { return !std::exchange(task.dependencies, {}).empty(); };
+  EXPECT_EQ(noticed_in(TaskKind::keep_gradient, forget, 20), 20);
+  const auto elsewhere = [](Task& task) {
+    task.held_gradient = task.slot;
+    return true;
+  };
+  EXPECT_EQ(noticed_in(TaskKind::keep_gradient, elsewhere, 20), 20);
+  const auto leave_out = [](Task& task) {
+    task = {.kind = TaskKind::compute, .lane = Lane::compute};
+    return true;
+  };
+  EXPECT_EQ(noticed_in(TaskKind::keep_gradient, leave_out, 20), 20);
 }
 TEST(PlanCheckerControl, NoticesACommitThatDoesNotWait) {
   const auto forget = [](Task& task) { return !std::exchange(task.dependencies, {}).empty(); };

@@ -118,6 +118,10 @@ TEST_F(SimulatorClock, UpdatesTakeTheirElementsByTheRateOfTheirPrecision) {
   EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update}, true), 5 + 20);  // and measures its gradient
   EXPECT_DOUBLE_EQ(update({.kind = TaskKind::measure}), 20);
   EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update_on_device}), 2.5);
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::keep_gradient}), 2.5);
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update, .found = true}, true), 5);  // measured on its way
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::measure, .found = true}), 0);
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::measure, .gradient = kWords, .found = true}), 10);
   // Words, state and gradients that go on to storage are stamped.
   EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update, .words = kWords}), 5 + 10);
   EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update, .state = kState}), 5 + 4.0 * kChunkQuantum / 100);

@@ -3,7 +3,10 @@
 // bits.
 #include <bit>
 #include <cstdint>
+#include <cstring>
 #include <functional>
+#include <map>
+#include <mutex>
 #include <span>
 #include <string>
 #include <utility>
@@ -31,6 +34,12 @@ inline std::byte initial_state(int unit, std::uint64_t i) {
 inline void toy_update(std::uint16_t& word, std::uint16_t gradient, std::byte& state) {
   state = static_cast<std::byte>(static_cast<unsigned>(state) * 5 + (gradient & 0xffU));
   word = static_cast<std::uint16_t>((word * 3 + gradient + static_cast<unsigned>(state)) & 0x7fff);
+}
+
+inline std::uint64_t toy_sum(std::span<const std::uint16_t> gradient) {
+  std::uint64_t sum = 0;
+  for (std::size_t i = 0; i < gradient.size(); ++i) sum = sum * 31 + gradient[i];
+  return sum;
 }
 
 struct Toy {
@@ -109,8 +118,26 @@ inline Reference run_reference(const Toy& toy, const Layout& layout, int steps, 
 
 class ToyWork final : public HostWork {
  public:
-  io::Error measure(const Chunk&, std::span<const std::byte>) override {
+  io::Error measure(const Chunk& chunk, std::span<const std::byte> gradient) override {
     ++measured;
+    compare_found(chunk, gradient);
+    return {};
+  }
+  io::Error keep_gradient(const Chunk& chunk, Device& device, const DeviceUpdate& at) override {
+    ++measured;
+    device.round_gradient(StreamId::update, at.gradient, at.sum, chunk.elements);
+    return device.synchronize(device.record(StreamId::update));
+  }
+  void enqueue_measuring(const Chunk& chunk, Device& device, StreamId stream, const std::uint16_t* gradient,
+                         std::byte* found) override {
+    compute_on(device, stream, [n = chunk.elements, gradient, found] {
+      const std::uint64_t sum = toy_sum({gradient, n});
+      std::memcpy(found, &sum, sizeof(sum));
+    });
+  }
+  io::Error take_found(const Chunk& chunk, std::span<const std::byte> bytes) override {
+    std::lock_guard lock(mutex_);
+    std::memcpy(&found_[chunk.id], bytes.data(), sizeof(std::uint64_t));
     return {};
   }
   io::Error update(const Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
@@ -119,6 +146,7 @@ class ToyWork final : public HostWork {
     const auto* grad = reinterpret_cast<const std::uint16_t*>(gradient.data());
     for (std::uint64_t i = 0; i < chunk.elements; ++i) toy_update(word[i], grad[i], state[i]);
     ++updated;
+    compare_found(chunk, gradient);
     return {};
   }
   io::Error update_on_device(const Chunk& chunk, Device& device, const DeviceUpdate& at) override {
@@ -136,8 +164,23 @@ class ToyWork final : public HostWork {
   }
   int after_steps = -1;  // that what is committed is the state of; -1: of one more each time
   int measured = 0, updated = 0, on_device = 0;
-  mutable int commits = 0;  // each step's, as a task of the next one
+  int found = 0, found_otherwise = 0;  // gradients that were measured on their way; and not as they are
+  mutable int commits = 0;             // each step's, as a task of the next one
   std::function<void()> before_commit;
+
+ private:
+  void compare_found(const Chunk& chunk, std::span<const std::byte> gradient) {
+    std::lock_guard lock(mutex_);
+    const auto sum = found_.find(chunk.id);
+    if (sum == found_.end()) return;
+    ++found;
+    const auto* words = reinterpret_cast<const std::uint16_t*>(gradient.data());
+    if (sum->second != toy_sum({words, chunk.elements})) ++found_otherwise;
+    found_.erase(sum);
+  }
+
+  std::mutex mutex_;
+  std::map<int, std::uint64_t> found_;  // by chunk
 };
 
 }  // namespace tierflow::swap::toy

@@ -49,6 +49,8 @@ struct Case {
   int fewest_swapped = 0;        // visits that must find activations in their slot
   bool async = false;            // computation is enqueued, and the client goes on
   bool rounds_first = false;     // gradients, in slots of the device
+  bool measures_there = false;   // and they are measured there
+  bool keeps_state = false;      // on the device, where it has room
   std::optional<StreamId> deaf;  // a stream of the device that waits for nothing
 };
 
@@ -72,7 +74,9 @@ class Run {
                                          .staged = case_.staged,
                                          .deferred_share = case_.deferred,
                                          .device_update_share = case_.on_device,
-                                         .gradient_slots = case_.rounds_first});
+                                         .gradient_slots = case_.rounds_first,
+                                         .found_bytes = case_.measures_there ? 24U : 0U,
+                                         .state_on_device = case_.keeps_state});
     ASSERT_TRUE(arrangement.ok()) << arrangement.error().message();
     arrangement_ = std::move(arrangement).value();
     ASSERT_LE(arrangement_.host_bytes(layout_), case_.host);
@@ -81,7 +85,7 @@ class Run {
     if (case_.deaf) device_ = std::make_unique<DeafDevice>(std::move(device_), *case_.deaf);
     std::vector<bool> stored_gradients = arrangement_.deferred;
     for (std::size_t id = 0; id < stored_gradients.size(); ++id)
-      stored_gradients[id] = stored_gradients[id] && !arrangement_.gradient_resident[id];
+      stored_gradients[id] = stored_gradients[id] && !arrangement_.stays(ExtentKind::gradient, static_cast<int>(id));
     options_ = {
         .volume = {.folders = {folder_.path()},
                    .engine = case_.engine,
@@ -311,6 +315,11 @@ inline bool equals_plain_loop(const Case& with, int blocks, int steps, std::func
   const int chunks = static_cast<int>(run.layout().chunks().size());
   EXPECT_EQ(run.work().updated, chunks * steps);
   EXPECT_EQ(run.work().measured, run.deferred_chunks() * steps);
+  EXPECT_EQ(run.work().found > 0, run.arrangement().found_bytes != 0);
+  EXPECT_EQ(run.work().found_otherwise, 0);
+  if (with.device >= 7 * kMiB) {
+    EXPECT_EQ(run.arrangement().device_resident != 0, with.keeps_state);
+  }
   if (with.on_device > 0 && with.device >= 8 * kMiB) {
     EXPECT_GT(run.work().on_device, 0);
   }

@@ -216,6 +216,32 @@ TEST(SessionPlan, GradientsAreRoundedInSlotsOfAGpu) {
   EXPECT_EQ(slot_of(), 0U);
 }
 
+// Beside all else that a step takes; a smaller budget has none, and RAM has it.
+TEST(SessionPlan, StateStaysOnAGpuThatHoldsAllWeights) {
+  const ModelSpec spec = spec_of(3);
+  const ComputeNeeds needs = profile_of(spec).needs(spec);
+  for (const std::optional<double> clip : {std::optional<double>(1.0), std::optional<double>()}) {
+    SessionOptions options{.device = "cuda", .device_memory = 64 << 20, .host_memory = 64 << 20, .clip = clip};
+    const SessionPlan there = plan_session(spec, options, needs);
+    EXPECT_GT(there.device_state_parameters, there.packed.trainable_parameters / 2);
+    EXPECT_EQ(there.device_updated_parameters, there.device_state_parameters);
+    EXPECT_LE(there.arrangement.device_bytes() + there.workspace, options.device_memory);
+    EXPECT_NO_THROW(prove(there, true));
+    options.storage = {"unused"};
+    options.commit_every = 1;
+    EXPECT_NO_THROW(prove(plan_session(spec, options, needs), true));
+    options.storage.clear();
+    options.commit_every = 0;
+    options.device_memory = there.arrangement.device_bytes() - there.arrangement.device_resident + there.workspace;
+    const SessionPlan smaller = plan_session(spec, options, needs);
+    EXPECT_EQ(smaller.device_state_parameters, 0U);
+    EXPECT_GT(smaller.arrangement.resident_bytes(*smaller.layout), there.arrangement.resident_bytes(*there.layout));
+    options.device_memory = 64 << 20;
+    options.device = "cpu";
+    EXPECT_EQ(plan_session(spec, options, needs).device_state_parameters, 0U);
+  }
+}
+
 // Blocks of 4M parameters, stored in chunks that the budget has no buffers for, in some that serve, and in tiny ones.
 TEST(Prediction, PlansWithTheChunksThatARunWhichGoesOnHas) {
   const ModelSpec spec = parse_model_spec(
