@@ -35,8 +35,9 @@ class RunResult {
   void write(Session& session, const Progress& progress);
   // Commits the state. If that fails, the Exception gives the command that says whether it can be opened.
   void commit(Session& session) const;
-  // The two that follow write the model as it is now, while training goes on where the session can keep the step. What
-  // goes wrong is said, and costs that model alone. Not while one is under way.
+  // The next two functions write the model of this moment. Training goes on meanwhile if the session can keep the step.
+  // If the writing fails, that is reported, and only that model is missing. They must not be called while a model is
+  // being written.
 
   // As --out/checkpoint-N, N the step. When it is whole, older checkpoints are removed. The one of step `outdated` (0:
   // none) goes, unless --export-every made it too. The one of step `best` stays. Of the others the last --export-keep
@@ -53,7 +54,7 @@ class RunResult {
   [[noreturn]] void refuse(Session& session, const std::string& why);
 
  private:
-  // What the result consists of, of a session as it is.
+  // What the result consists of, from the session's present weights.
   ExportWeights weights_of(Session& session) const;
   // Returns what `weights` returns.
   std::string fill(const ResultFolder& folder, const ExportWeights& weights, const Progress& progress) const;
