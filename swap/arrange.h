@@ -39,10 +39,11 @@ struct ArrangeRequest {
   std::uint64_t update_scratch = 0;  // bytes that the client needs in each update slot
   // Gradients are rounded in slots of the device before they are copied to the host, if it has room for the slots.
   bool gradient_slots = false;
-  // Bytes that measuring a gradient leaves; where there are slots, it is measured there. 0: on the host.
+  // Bytes of what measuring one gradient finds. If there are gradient slots, gradients are measured there. 0: the host
+  // measures.
   std::uint64_t found_bytes = 0;
-  // Optimizer state of units stays on the device for the whole run, with gradients that wait, where it has room beside
-  // all else: first units first. They are then updated there. Not with `sums`.
+  // Optimizer state of whole units, and their gradients that wait, stay on the device for the whole run, as far as it
+  // has room beside everything else; the first units come first. These units are updated there. Not with `sums`.
   bool state_on_device = false;
   bool storage = true;   // false: everything must be resident
   bool train = true;     // false: forward only

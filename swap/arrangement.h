@@ -66,14 +66,14 @@ struct Arrangement {
 
   std::vector<bool> on_device;  // by chunk: it is updated on the device
   UpdateSlots update_slots;     // behind what passes through `slots`
-  // Bytes of each of the kGradientSlots behind those, in which gradients are rounded on their way to the host. 0: there
-  // are none, and they are rounded as they are copied.
+  // Bytes of each of the kGradientSlots, which lie behind the update slots. In them gradients are rounded on their way
+  // to the host. 0: there are no such slots, and gradients are rounded as they are copied.
   std::uint64_t gradient_slot = 0;
-  // Of them at the end of each slot: what measuring the gradient there finds, which is copied with it, to a buffer of
-  // the host for each slot. 0: the host measures.
+  // Bytes at the end of each gradient slot for what measuring the gradient there finds. They are copied with the
+  // gradient, to a host buffer of each slot. 0: the host measures.
   std::uint64_t found_bytes = 0;
   // By chunk: where in the arena its optimizer state stays for the whole run, and where its gradient waits, as bf16, if
-  // its update is deferred. Such a chunk is updated on the device. kNowhere: not there. Empty: no chunk's.
+  // its update is deferred. Such a chunk is updated on the device. kNowhere: not on the device. Empty: no chunk is.
   std::vector<std::uint64_t> device_state, device_gradient;
   std::uint64_t device_resident = 0;  // bytes of both, at the end of the arena
 
@@ -98,9 +98,9 @@ struct Arrangement {
   }
   // Whether the chunk's extent has a place in RAM for the whole run; not for activations.
   bool resident(ExtentKind kind, int chunk) const;
-  // Where on the device the chunk's state, or its gradient while it waits, lies for the whole run; kNowhere: not there.
+  // Where on the device the chunk's state, or its gradient that waits, has its place for the whole run, or kNowhere.
   std::uint64_t device_place(ExtentKind kind, int chunk) const;
-  // Whether it has a place in RAM or on the device for the whole run. All else is on storage between tasks.
+  // Whether the chunk's extent has a place in RAM or on the device for the whole run. All others are on storage.
   bool stays(ExtentKind kind, int chunk) const {
     return resident(kind, chunk) || device_place(kind, chunk) != kNowhere;
   }

@@ -20,7 +20,7 @@
 
 namespace tierflow::swap {
 
-// A chunk that is updated on the device, all of it device memory. Updated in place.
+// A chunk that is updated in place on the device. All pointers are to device memory.
 struct DeviceUpdate {
   const float* sum = nullptr;         // the fp32 gradient; null: `gradient` holds it as bf16 already
   std::uint16_t* gradient = nullptr;  // room for it as bf16
@@ -44,17 +44,19 @@ class HostWork {
   // Does what update() does, on the device and its update stream, and returns when it is done. It measures what
   // update() would measure.
   virtual io::Error update_on_device(const Chunk& chunk, Device& device, const DeviceUpdate& at);
-  // Of a gradient that waits on the device for its update: rounds it there, from `sum` to `gradient`, on the update
-  // stream, and measures it; returns when it is done. Neither words nor state are given.
+  // For a gradient that waits on the device for its update: rounds it there, from `sum` to `gradient`, on the update
+  // stream, measures it, and returns when it is done. Neither words nor state are given.
   virtual io::Error keep_gradient(const Chunk& chunk, Device& device, const DeviceUpdate& at);
-  // Where gradients are measured on their way to the host: enqueues on `stream` what leaves in `found`,
-  // ArrangeRequest::found_bytes of the device, what measure() finds of the bf16 `gradient`. Called on another lane.
+  // If gradients are measured on their way to the host: enqueues on `stream` what writes to `found`
+  // (ArrangeRequest::found_bytes of device memory) what measure() would find of the bf16 `gradient`. It is called on
+  // another lane than measure().
   virtual void enqueue_measuring(const Chunk& chunk, Device& device, StreamId stream, const std::uint16_t* gradient,
                                  std::byte* found);
-  // It has come, before measure() or update(), which need not read the gradient for it. Called on another thread.
+  // Gives what enqueue_measuring() wrote, once it is on the host, before measure() or update() of the chunk. These then
+  // need not read the gradient to measure it. It is called on another thread than they are.
   virtual io::Error take_found(const Chunk& chunk, std::span<const std::byte> found);
-  // Adds bf16 `incoming` to the fp32 sum whose high and low words are given; if `first`, the sum so far is in `high` as
-  // bf16 and `low` holds nothing yet. Called instead of measure(): it also measures the result.
+  // Adds bf16 `incoming` to the fp32 sum whose high and low words are given. If `first`, the sum so far is in `high` as
+  // bf16, and `low` holds nothing yet. It is called instead of measure(), so it also measures the result.
   virtual io::Error accumulate(const Chunk& chunk, std::span<const std::byte> incoming, std::span<std::byte> high,
                                std::span<std::byte> low, bool first);
   // The `progress` of the generation that a commit task makes durable: see Store::commit().

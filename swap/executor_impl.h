@@ -25,7 +25,7 @@ struct Node {
   bool done = false;        // others may follow; a compute task is done when it is enqueued
   bool on_device = false;   // enqueued, and not landed
   bool read_again = false;  // what was read first did not match its checksum
-  int rounded_in = -1;      // the slot of a gradient that is rounded before it is copied
+  int rounded_in = -1;      // the gradient slot in which it is rounded before it is copied; -1: none
 };
 
 // A stream's tasks that the device has, in order. A thread for each stream waits for them and says that they are done.

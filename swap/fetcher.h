@@ -52,7 +52,8 @@ class Fetcher {
   const StepRows& rows() const { return rows_; }
   void owe(int unit, Owed update) { owed_[unit] = update; }
   bool owes(int unit) const { return owed_[unit] != Owed::nothing; }
-  // The update that the unit owes, now; that of state which stays on the device there, where the words come to.
+  // Emits the update that the unit owes. If the unit's state stays on the device, the update runs there, and the words
+  // are brought to it.
   void apply_owed(int unit);
   // Emits the updates that sparse chunks have missed.
   void catch_up();

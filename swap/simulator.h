@@ -58,8 +58,8 @@ class Simulator {
   static constexpr Server second_of(Server server) {
     return server == kRead ? kVerify : server == kDownload ? kStamp : kServers;
   }
-  // Seconds at full speed, on so many cores; and those that follow on one core, negative where none do. moved: bytes
-  // that those seconds read and write in host memory.
+  // `seconds` of work at full speed on `cores` cores, then `then` seconds on one core (negative: none). moved: the
+  // bytes that the first part reads and writes in host memory.
   struct Work {
     double seconds = 0, cores = 0, then = -1, moved = 0;
   };

@@ -50,10 +50,11 @@ class TaskEmitter {
   // The same place or buffer, with the extent's bytes in it.
   HostRef read(ExtentKind kind, int chunk);
   Gradient read_gradient(int chunk, bool is_sum);
-  // The bytes of an extent that stays in RAM or on the device from storage to its place; nothing where none does.
+  // Reads the bytes of an extent that stays in RAM or on the device from storage into its place; does nothing for any
+  // other extent.
   void read_back(ExtentKind kind, int chunk);
-  // To storage; an extent that is resident in RAM only where is_written says so. follows_readers: the write also waits
-  // for tasks that read `from`.
+  // Writes the extent to storage; one that is resident in RAM only with Resident::is_written. follows_readers: the
+  // write also waits for tasks that read `from`.
   enum class Resident { stays, is_written };
   void write(ExtentKind kind, int chunk, HostRef from, bool follows_readers = false,
              Resident resident = Resident::stays);
@@ -61,8 +62,8 @@ class TaskEmitter {
   Task& upload(ExtentKind kind, int chunk, HostRef from, std::uint64_t to);
   Task& download(ExtentKind kind, int chunk, std::uint64_t from, HostRef to);
 
-  // An fp32 gradient leaves the device, is measured, and waits on the host or on storage for its update; or it is
-  // measured on the device and waits there.
+  // An fp32 gradient leaves the device, is measured, and waits on the host or on storage for its update. If its place
+  // is on the device, it is measured there and waits there.
   void take_gradient(int chunk, std::uint64_t from);
   // An fp32 gradient leaves the device and is added to the sum that waits. first_sum: that sum is still one bf16
   // gradient.
@@ -72,11 +73,11 @@ class TaskEmitter {
   // The updates that a sparse chunk has missed, on the host, of words that are there. Words and state go back to
   // storage.
   void catch_up(int chunk, HostRef words);
-  // The update on the device, of words at `words_at`, which then go to `home`, and on to storage. `sum` as in Task. Its
-  // state and its gradient move only where they do not stay on the device.
+  // The update on the device, of words at `words_at`. They then go to `home`, and on to storage. `sum` as in Task.
+  // State and gradient move only if they do not stay on the device.
   void update_on_device(int chunk, std::uint64_t words_at, std::uint64_t sum, HostRef home);
-  // What is stored of every trainable chunk becomes a durable generation. What stays in RAM or on the device is written
-  // for it first: all of it has changed since the commit before.
+  // The stored words and state of every trainable chunk become a durable generation. What stays in RAM or on the device
+  // is written first, because all of it has changed since the commit before.
   void commit();
 
  private:

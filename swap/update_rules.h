@@ -30,9 +30,9 @@ class UpdateRules {
   // Moves words or state. False: the task is of another kind.
   bool move(const Task& task);
   void measure(const Task& task, const Content& gradient);
-  // The same of one that stays on the device, where the sum that it is rounded from is the caller's to read.
+  // The same for a gradient that stays on the device; the caller reads the sum that it is rounded from.
   void keep_gradient(const Task& task, const Content& gradient);
-  // Words and state of an update; its gradient is the caller's to read.
+  // Words and state of an update; the caller reads the gradient.
   void update(const Task& task);
   void update_on_device(const Task& task);
   // Words and state of a chunk that catches up with version `to`.

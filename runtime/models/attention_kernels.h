@@ -42,8 +42,8 @@ void attention_gradient(const float* scores, const float* d_p, const float* lse,
                         std::uint16_t* d_s, std::uint16_t* d_s_pairs, std::int64_t keys, float scale,
                         const BlockPlace& place);
 
-// Attention of one query to what is kept of its sequence: keys and values [slots, dim] of a head in a ring, of which it
-// sees `tokens` from slot `first` on. Scores and sums in fp32; the softmax is exact, not running.
+// Attention of one query to the kept part of its sequence: keys and values [slots, dim] of a head in a ring. The query
+// sees `tokens` of them from slot `first` on. Scores and sums in fp32; the softmax is exact, not running.
 struct KeptHead {
   const std::uint16_t *keys, *values;
   std::int64_t slots, first, tokens, dim;

@@ -28,9 +28,9 @@ class DecoderLayer {
     double scale = 1;
   };
 
-  // config: of the whole model; layer: counts from 0. roles: what the weights of each call are, in
-  // their order, as transformers names them within the layer ("self_attn.q_proj.weight"). dropout: of what adapters
-  // take; forward() and backward() draw it from the default generator, in the same state, and nothing can be kept.
+  // config: of the whole model; layer: counts from 0. roles: what the weights of each call are, in their order, as
+  // transformers names them within the layer ("self_attn.q_proj.weight"). dropout: of what adapters take; forward() and
+  // backward() draw it from the default generator, in the same state, and nothing can be kept.
   // Throws Exception (kind usage or input) if the config has no such layer, or the roles are not the layer's.
   DecoderLayer(const ModelConfig& config, std::int64_t layer, const std::vector<std::string>& roles,
                const std::vector<Adapter>& adapters = {}, double dropout = 0);

@@ -31,7 +31,8 @@ class DecoderMlp {
   // By hand, for normed [tokens, hidden].
   Kept expand(const Weights& weights, const at::Tensor& normed, ExpertsTouched* touched) const;
   at::Tensor contract(const Weights& weights, const Kept& kept) const;
-  // The gradient of normed, which is released as soon as it is used; adds those of the half's tensors.
+  // Returns the gradient of normed, and releases normed as soon as it is used. Adds the gradients of the half's tensors
+  // to `sums`.
   at::Tensor backward(const Weights& weights, const Gradients& sums, at::Tensor normed, Kept kept,
                       const at::Tensor& d_out) const;
 

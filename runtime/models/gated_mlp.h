@@ -4,8 +4,8 @@
 
 namespace tierflow::models {
 
-// What its layers are called; `gate` and `up` may be one, then `gate_up` alone is given. With neither of these
-// there is no gate.
+// The names of its layers. If `gate` and `up` are one layer, `gate_up` is given instead of both. Without `gate` and
+// `gate_up` there is no gate.
 struct MlpNames {
   std::string gate, up, gate_up, down;
   bool up_first = false;  // the rows of gate_up
@@ -26,8 +26,8 @@ class GatedMlp {
   // For normed [.., hidden]. Differentiable where autograd is on. dropout: of what adapters take.
   Kept expand(const Weights& weights, const at::Tensor& normed, double dropout = 0) const;
   at::Tensor contract(const Weights& weights, const Kept& kept, double dropout = 0) const;
-  // By hand, for normed [tokens, hidden]: its gradient, and it is released as soon as it is used. Adds those of the
-  // tensors.
+  // The backward by hand, for normed [tokens, hidden]. Returns the gradient of normed, releases normed as soon as it is
+  // used, and adds the tensors' gradients to `sums`.
   at::Tensor backward(const Weights& weights, const Gradients& sums, at::Tensor normed, Kept kept,
                       const at::Tensor& d_out) const;
 

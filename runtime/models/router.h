@@ -33,7 +33,8 @@ class Router {
   // normed [tokens, hidden] -> [tokens, experts], fp32 where scores are sigmoids.
   at::Tensor logits(const Weights& weights, const at::Tensor& normed) const;
   Routing route(const Weights& weights, const at::Tensor& logits) const;
-  // The gradient of normed from that of the logits; adds those of the router's weight and bias.
+  // Returns the gradient of normed from the gradient of the logits. Adds the gradients of the router's weight and bias
+  // to `sums`.
   at::Tensor backward(const Weights& weights, const Gradients& sums, const at::Tensor& d_logits,
                       const at::Tensor& normed) const;
 

@@ -1,8 +1,7 @@
 #pragma once
 // The row kernels (kernels.h) on a CUDA device, each one launch, enqueued and not waited for. They give the bits of the
 // CPU's kernels, but for logarithms and exponentials in double, which are those of the device's library, and a gate of
-// gelu, for which the CPU has no kernel. Sums have an
-// order set by the shape: no atomics.
+// gelu, for which the CPU has no kernel. Sums have an order set by the shape: no atomics.
 //
 // What CUDA refuses, and every call in a build without it, throws Exception (environment).
 #include <cstdint>

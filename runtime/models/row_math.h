@@ -63,8 +63,8 @@ TIERFLOW_INLINE float rstd_of(float squares, std::int64_t n, float eps) {
   return 1.0F / ::sqrtf(squares / static_cast<float>(n) + eps);
 }
 
-// Of RMSNorm, by RmsRule: its result, a token's share of the weight's gradient, and the gradient of x, of which `pull`
-// is what all of a row's have in common.
+// RMSNorm by RmsRule: its result, a token's share of the weight's gradient, and the gradient of x. `pull` is the term
+// that all gradients of a row have in common.
 template <bool RoundedFirst>
 TIERFLOW_INLINE std::uint16_t normed(std::uint16_t x, std::uint16_t w, float r, float offset) {
   return RoundedFirst ? narrow(wide(w) * wide(narrow(wide(x) * r))) : narrow((offset + wide(w)) * (wide(x) * r));

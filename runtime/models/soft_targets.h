@@ -66,7 +66,7 @@ struct Targets {
       : labels(of_tokens.reshape({-1}).contiguous()), teacher(std::move(of_teacher)), top(most_likely) {}
   at::Tensor labels;    // [tokens] int64, -100 where none counts
   SoftTargets teacher;  // training, where there is one
-  std::int64_t top;     // evaluation: so many most likely tokens of each position are wanted
+  std::int64_t top;     // evaluation: how many most likely tokens of each position are wanted
 };
 
 }  // namespace tierflow::models

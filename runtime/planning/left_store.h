@@ -51,7 +51,7 @@ std::filesystem::path reference_beside(const Folders& storage);
 // Copies it into the first of the other folders, if it exists.
 void bring_reference(const Folders& from, const Folders& to);
 // Removes it, whole or not, and an unfinished file that was to take its place. Throws Exception (kind locked) if a
-// process holds it. held: this process has it open for reading, so that no other one can go on with it.
+// process holds it. held: this process has it open for reading, so that no other process can resume it.
 void discard_store(const Folders& storage, bool held = false);
 
 // Writes which process made the store, when, in which folders, and whether it commits its steps, in a small file in

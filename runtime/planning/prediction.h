@@ -41,8 +41,8 @@ struct Placement {
 // updates is deferred; and, where its rate was measured, which share runs on the device; with clipping, whether steps
 // are speculative where they are likely not to clip. It takes the fastest of a few choices on the simulator's clock.
 // Because they cost traffic and room, a swap must gain a hundredth of a step's time, the others a fiftieth. Former
-// values in `options` do not matter. Where a state is gone on with, options.chunk_elements is its cut and becomes the
-// one that it then has. Throws Exception if the budgets are too small.
+// values in `options` do not matter. When a state is resumed, options.chunk_elements is the chunk size that it has, and
+// becomes the one that it gets. Throws Exception if the budgets are too small.
 Placement choose_placement(const ModelSpec& spec, SessionOptions& options, const Profile& profile);
 
 // For options with clipping: a step without clipping, with the same swaps, and updates placed anew. Nothing if the

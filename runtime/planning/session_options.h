@@ -41,8 +41,8 @@ struct SessionOptions {
   double deferred_share = 0;
   // The share of the units whose updates run on the device, as far as it has room. It also changes no bit.
   double device_update_share = 0;
-  // What a GPU's memory is used for besides, where there is room: gradients are rounded and measured there on their way
-  // to the host, and optimizer state stays there. None: on a GPU. Changes no bit.
+  // Whether device memory that is left is used as on a GPU: gradients are rounded and measured there on their way to
+  // the host, and optimizer state stays there. Absent: if the device is a GPU. Changes no bit.
   std::optional<bool> as_on_gpu;
   LossRule loss;  // of step()
   // How many of each position's most likely tokens an evaluation hands on (HeadScores).

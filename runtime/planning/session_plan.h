@@ -63,10 +63,10 @@ struct SessionPlan {
   bool references_too = false;            // each forward is computed twice, with adapters and without
   int commit_every = 0;                   // as the option; 0 if there is no storage or no room
   bool speculates = false;                // steps may be speculative
-  std::size_t sparse_used = 0;            // of the layout's sparse chunks, those of a step whose tokens all differ
-  std::uint64_t deferred_parameters = 0;  // of the trainable ones: whose update is deferred
-  std::uint64_t device_updated_parameters = 0;  // and whose runs on the device
-  std::uint64_t device_state_parameters = 0;    // and whose state stays there
+  std::size_t sparse_used = 0;            // sparse chunks that a step uses if all its tokens differ
+  std::uint64_t deferred_parameters = 0;  // trainable parameters whose update is deferred
+  std::uint64_t device_updated_parameters = 0;  // trainable parameters whose update runs on the device
+  std::uint64_t device_state_parameters = 0;    // trainable parameters whose state stays on the device
   WriteCost writes;
 
   // Host memory that the session takes at most.

@@ -27,7 +27,7 @@ struct UpdateScratch {
   std::size_t segments, sums, not_finite, bytes;
 };
 
-// What measuring a chunk's gradient leaves, without any report.
+// The layout of what measuring a chunk's gradient finds: its sums and whether it is finite, without reports.
 inline UpdateScratch found_of(std::uint64_t elements) {
   return {0, elements};
 }

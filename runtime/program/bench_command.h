@@ -36,9 +36,9 @@ BenchOptimizerOptions parse_bench_optimizer(const std::vector<std::string>& word
 // The help text of "storage" or "optimizer"; of both and how they differ for anything else.
 std::string bench_help(const std::string& what, std::size_t columns);
 
-// Print each result on standard output as it is there: a row of a table, or a JSON object a line. What is being
-// measured goes to standard error. Throw Exception. Files of the measurement are removed on every way out, also when
-// `stop` turns true (Exception of kind cancelled).
+// Print each result on standard output as soon as it is measured: a row of a table, or a JSON object on a line. What is
+// being measured goes to standard error. Throw Exception. Files of the measurement are removed on every way out, also
+// when `stop` turns true (Exception of kind cancelled).
 void bench_storage(const BenchStorageOptions& options, const std::function<bool()>& stop);
 void bench_optimizer(const BenchOptimizerOptions& options);
 

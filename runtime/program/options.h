@@ -130,12 +130,12 @@ struct TrainOptions : RunOptions {
   std::int64_t max_skipped = 20;             // skipped steps in a row that end the run; 0: any number
   double max_tb_written = 0;                 // 10^12 bytes that storage may be given to write; 0: any number
   std::string durability = "auto";           // auto, step, every=N, export-only
-  bool resume = false;                       // there has to be a state to go on with
+  bool resume = false;                       // there has to be a state to resume
   bool go_back = false;                      // a generation, where the newest cannot be read
   bool no_export = false;
   std::int64_t export_every = 0;                                        // steps; 0: at the end alone
   std::uint64_t export_bandwidth = 0;                                   // bytes a second, beside training; 0: any
-  std::int64_t export_keep = 0;                                         // the last so many of these; 0: all
+  std::int64_t export_keep = 0;                                         // how many of the newest are kept; 0: all
   bool export_best = false;                                             // the model of the best evaluation too
   std::filesystem::path trace;                                          // empty: none
   std::string method = "full";                                          // full, lora, galore

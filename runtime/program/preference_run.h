@@ -1,8 +1,8 @@
 #pragma once
-// What a run with a preference loss has beside others: pairs, and the log-probability of every answer under the model
-// as it is before the first step (with --adapter, with those adapters). Where that is the base, steps compute them
-// (LossRule::base_is_reference). Else they are computed once, in a pass over all pairs, and kept beside the state
-// (reference_file.h), so that a run that is resumed has the same ones though its weights have changed.
+// What only a run with a preference loss has: pairs, and the log-probability of every answer under the reference, which
+// is the model before the first step (with --adapter, with those adapters). If the reference is the base, steps compute
+// them (LossRule::base_is_reference). Else they are computed once, in a pass over all pairs, and kept beside the state
+// (reference_file.h), so that a resumed run has the same ones although its weights have changed.
 #include <functional>
 #include <string>
 #include <vector>
@@ -24,9 +24,10 @@ class PreferenceRun {
 
   // Takes from the host's budget what the reference of all pairs needs, where it is computed before the first step.
   void set_aside(SessionOptions& session, const Say& say) const;
-  // Before the first step or evaluation, where the rule needs a reference: computes it, or takes that of the state that
-  // was resumed. identity: of the run. Throws Exception: corruption where the state has steps and its reference is
-  // missing, damaged or another run's; numeric where it is not finite; Stopped. What ends the pass discards the store.
+  // If the rule needs a reference: computes it, or takes that of the resumed state. Called before the first step or
+  // evaluation. identity: of the run. Throws Exception (kind corruption) if the state has steps and its reference is
+  // missing, damaged or another run's, Exception (kind numeric) if the reference is not finite, and Stopped. Whatever
+  // ends the pass early discards the store.
   void set_reference(Session& session, const std::string& identity, TrainingLog& log);
   // As micro_batch() in data_batches.h, with the reference where one was set.
   MicroBatch batch(Sequences which, std::int64_t first, std::int64_t rows) const;

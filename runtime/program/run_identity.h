@@ -1,5 +1,5 @@
 #pragma once
-// What has to be equal for a run to go on with the state of another, to the bit.
+// What has to be equal for a run to resume the state of another run, to the bit.
 #include <cstdint>
 #include <optional>
 #include <string>

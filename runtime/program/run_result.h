@@ -17,14 +17,15 @@ const char* last_file(const TrainOptions& options);
 // Whether --out holds the whole result of this very command.
 bool has_result(const TrainOptions& options);
 
-// "; ..." for an error of a state that cannot be gone on with: the newest model in --out; empty if there is none.
+// The end of an error message about a state that cannot be resumed: "; ..." with the newest model in --out. Empty if
+// there is none.
 std::string what_else_is_left(const TrainOptions& options);
 
 class RunResult {
  public:
   // Claims --out, where there has to be room, and opens the files that go with the weights, before the work begins.
   // With --no-export there is no folder: the result is the store.
-  // resumed: --out may hold checkpoints of the run that is gone on with. beside: writes models on the way.
+  // resumed: --out may hold checkpoints of the run that is resumed. beside: writes the models during training.
   RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed, TrainingLog& log, ExportBeside& beside);
 
   // Throws Exception (kind environment) if --out has no room for the model's weights and what goes with them.
@@ -34,8 +35,9 @@ class RunResult {
   void write(Session& session, const Progress& progress);
   // Commits the state. If that fails, the Exception gives the command that says whether it can be opened.
   void commit(Session& session) const;
-  // The two that follow write the model as it is now, while training goes on where the session can keep the step. What
-  // goes wrong is said, and costs that model alone. Not while one is under way.
+  // The next two functions write the model of this moment. Training goes on meanwhile if the session can keep the step.
+  // If the writing fails, that is reported, and only that model is missing. They must not be called while a model is
+  // being written.
 
   // As --out/checkpoint-N, N the step. When it is whole, older checkpoints are removed. The one of step `outdated` (0:
   // none) goes, unless --export-every made it too. The one of step `best` stays. Of the others the last --export-keep
@@ -52,7 +54,7 @@ class RunResult {
   [[noreturn]] void refuse(Session& session, const std::string& why);
 
  private:
-  // What the result consists of, of a session as it is.
+  // What the result consists of, from the session's present weights.
   ExportWeights weights_of(Session& session) const;
   // Returns what `weights` returns.
   std::string fill(const ResultFolder& folder, const ExportWeights& weights, const Progress& progress) const;

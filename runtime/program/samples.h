@@ -1,6 +1,6 @@
 #pragma once
-// `tierflow train --sample-every`: what the model writes, as far as it is trained, behind some prompts: the most likely
-// token each time.
+// `tierflow train --sample-every`: how the model of this moment continues some prompts. Each token is the most likely
+// one.
 #include <cstdint>
 #include <vector>
 

@@ -14,7 +14,8 @@ namespace tierflow {
 // preference loss without dropout, as TRL trains with one. Of a base in kOwnFormat base_format says what that is.
 // Throws Exception (usage) if --sequence-length exceeds the model's positions.
 ModelSpec training_spec(const TrainOptions& options);
-// The options of a run that goes on with the state in these folders: a base in kOwnFormat stays as it is there.
+// The options of a run that resumes the state in these folders: a base in kOwnFormat keeps the format that it has
+// there.
 TrainOptions with_base_of(const Folders& state, TrainOptions options);
 // By regular expression for a tensor's name, those of LoRA+ included.
 std::vector<std::pair<std::string, double>> learning_rate_scales(const TrainOptions& options);

@@ -49,7 +49,7 @@ struct Session::Impl {
   void drain_ahead();  // waits for what was fetched ahead
   void commit();
   bool commits_beside_next_step() const;
-  std::string progress_json(std::int64_t after) const;  // of so many steps
+  std::string progress_json(std::int64_t after) const;  // after this many steps
   // The work of a step with this learning rate: its own updates, and the pending ones of the step before.
   std::shared_ptr<OptimizerWork> make_work(double lr);
   swap::Entered enter(int stage, swap::Pass pass, int micro_batch);

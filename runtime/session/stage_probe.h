@@ -28,9 +28,9 @@ class StageProbe {
   // `timing`: also measure the time, with weights and gradients in memory of its device as a session has them.
   StageProbe(const LayeredModel& model, DeviceMemory& memory, torch::Device torch_device, StageTiming timing = {});
 
-  // One micro-batch of that shape, and so many in the stages that take several together; `head`: of which the head is
-  // asked what a session with these options asks. Where
-  // memory runs out, torch's exception passes through.
+  // Measures one micro-batch of that shape; the stages that take several at once get `together` of them. `head`: the
+  // head computes what it computes in a session with these options. If memory runs out, torch's exception passes
+  // through.
   ProbedModel measure(std::int64_t micro_batch, std::int64_t sequence_length, bool train,
                       const SessionOptions& head = {}, int together = 1);
 

@@ -1,9 +1,8 @@
 #pragma once
 // Low-rank adapters as tensors of a model: y = W x + scale * B(A(x)) for linear layers of the blocks, the head and the
 // table of tokens (outer_adapters.h), with W frozen, A [rank, in] and B [out, rank] (Hu et al., LoRA, 2021); and the
-// modules that are trained whole beside them. They are
-// trained, stored, streamed and committed as any tensor, and are the same as those that PEFT makes of the same
-// configuration.
+// modules that are trained whole beside them. They are trained, stored, streamed and committed as any tensor, and are
+// the same as those that PEFT makes of the same configuration.
 #include <functional>
 #include <string>
 #include <vector>
@@ -17,8 +16,8 @@ namespace tierflow {
 // zero, unless their first values come from the base; then these stand beside them, frozen. The modules that it saves
 // are trained, everything else is frozen. With galore what is trainable stays so, but that a named layer's weight is
 // trained through one factor: the other one, on the weight's shorter side, is the projector. Both begin with zeros.
-// Throws Exception (kind usage) for numbers out of range, for a name that fits
-// nothing, with the names there are, and for modules that cannot be saved.
+// Throws Exception (kind usage) for numbers out of range, for a name that fits nothing, with the names there are, and
+// for modules that cannot be saved.
 void add_adapters(ModelSpec& spec, const AdapterConfig& config);
 
 // Stores the weights of the linear layers of blocks in `format`, and freezes them. Those that add_adapters() made

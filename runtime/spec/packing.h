@@ -56,7 +56,7 @@ struct StatePart {
   const char* dtype;   // as safetensors calls it
   std::uint64_t bytes, each;
 
-  // Bytes of the entries of so many elements; the last may be shared by fewer than `each`.
+  // Bytes of the entries of this many elements. The last entry may stand for fewer than `each` of them.
   std::uint64_t size(std::uint64_t elements) const { return bytes * ((elements + each - 1) / each); }
 };
 inline constexpr StatePart kWordPart{.suffix = "", .dtype = "BF16", .bytes = 2, .each = 1};

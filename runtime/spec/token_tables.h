@@ -14,8 +14,8 @@ struct TokenTable {
   std::int64_t first_row = 0, rows = 0, columns = 0;
 };
 
-// In the order of their rows. None where the table is frozen or tied to the head, or the model is of layers of one's
-// own.
+// In the order of their rows. Empty if the table is frozen or tied to the head, or the model consists of a user's own
+// layers.
 std::vector<TokenTable> token_tables(const ModelSpec& spec);
 
 }  // namespace tierflow

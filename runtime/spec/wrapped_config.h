@@ -10,8 +10,7 @@
 namespace tierflow {
 
 // The config.json of the text model within `root`, whose text is `config_json`; nothing if there is none. as: as in
-// family_of(). Throws
-// Exception (kind input) where its family is not supported.
+// family_of(). Throws Exception (kind input) where its family is not supported.
 std::optional<std::string> text_config(const Json& root, const std::string& config_json, const std::string& where,
                                        const std::string& as);
 

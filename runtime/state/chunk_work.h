@@ -54,7 +54,7 @@ class ChunkWork : public swap::HostWork {
     std::vector<TensorPiece> pieces;
     std::vector<double> squares;  // a sum each
     bool finite = true;
-    std::string refused;  // by the device that was to measure, and why
+    std::string refused;  // why the device refused to measure; empty: it did not
   };
   Measured& measured(const swap::Chunk& chunk) { return measured_[chunk.id]; }
   const Measured& measured(const swap::Chunk& chunk) const { return measured_[chunk.id]; }

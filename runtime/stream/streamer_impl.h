@@ -43,7 +43,7 @@ struct Streamer::Impl {
     remove_note(options.storage);
   }
 
-  // Where the budgets need other chunks than the state has that is gone on with, it has them after that.
+  // If the budgets need other chunks than the resumed state has, the state is cut anew, and has them afterwards.
   StreamerPlan make_plan(const std::vector<std::vector<int>>& stages, const Progress& progress, const Say& say);
   void set_up(const WeightSource& weights, const StoredSource& stored, const Progress& progress, const Say& say);
   void make_store();
@@ -79,7 +79,7 @@ struct Streamer::Impl {
   }
 
   const std::vector<UnitSpec> units;
-  std::optional<swap::Store::Contents> left;  // what is gone on with
+  std::optional<swap::Store::Contents> left;  // the state that is resumed
   const StreamerOptions options;
   const torch::Device torch_device;
   StreamerPlan plan;  // packing, layout, arrangement
