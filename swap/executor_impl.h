@@ -18,6 +18,7 @@ struct Node {
   std::shared_ptr<HostWork> work;
   std::shared_ptr<const std::vector<Visit>> visits;
   int waiting = 0;
+  std::uint64_t left_out = 0;  // of its bytes, those that were not moved
   std::vector<TaskId> dependents;
   TaskId compute_dependency = 0;  // newest compute task it follows, plus one; 0: none
   double begin = 0;
@@ -76,7 +77,11 @@ struct Executor::Impl {
     return task.kind == TaskKind::download_gradient && arrangement.gradient_slot != 0;
   }
   const std::byte* round_first(const Node& at);
-  void enqueue_copy(StreamId stream, const Task& task, const std::byte* rounded);
+  void enqueue_copy(StreamId stream, const Task& task);
+  void start_gradient(StreamId stream, Node& at);
+  bool is_zero_gradient(const Task& task) const {
+    return (task.kind == TaskKind::write_gradient || task.kind == TaskKind::read_gradient) && zero_gradient[task.chunk];
+  }
   void land_loop(StreamId stream);
   void has_room(StreamId stream);
   void stamp_copy(const Task& task);
@@ -119,6 +124,8 @@ struct Executor::Impl {
   // Of those that are resident: not what the store has. A byte each: lanes set them beside one another.
   std::vector<char> unsaved[kExtentKinds];
   std::vector<std::span<std::byte>> saved;  // by item
+  // By chunk: its newest gradient is zeros alone, and is not stored. A byte each, as above.
+  std::vector<char> zero_gradient;
 
   mutable std::mutex mutex;
   std::condition_variable lane_wakes[kLanes], verify_wakes, client_wakes;
