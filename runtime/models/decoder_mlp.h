@@ -24,16 +24,15 @@ class DecoderMlp {
     ExpertMlp::Kept experts;
   };
 
-  // normed, the result: [.., hidden]. Differentiable where autograd is on. dropout: of what adapters take. touched: as
-  // in Shared.
-  at::Tensor forward(const Weights& weights, const at::Tensor& normed, double dropout, ExpertsTouched* touched) const;
+  // normed, the result: [.., hidden]. Differentiable where autograd is on. dropout: of what adapters take.
+  at::Tensor forward(const Weights& weights, const at::Tensor& normed, double dropout, const RouterWatch& watch) const;
 
   // By hand, for normed [tokens, hidden].
-  Kept expand(const Weights& weights, const at::Tensor& normed, ExpertsTouched* touched) const;
+  Kept expand(const Weights& weights, const at::Tensor& normed, const RouterWatch& watch) const;
   at::Tensor contract(const Weights& weights, const Kept& kept) const;
   // The gradient of normed, which is released as soon as it is used; adds those of the half's tensors.
   at::Tensor backward(const Weights& weights, const Gradients& sums, at::Tensor normed, Kept kept,
-                      const at::Tensor& d_out) const;
+                      const at::Tensor& d_out, const RouterWatch& watch) const;
 
   std::vector<at::Tensor> essentials(const Kept& kept) const;
   // From essentials, from `next` on.

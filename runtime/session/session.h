@@ -51,6 +51,12 @@ struct StepResult {
   // Of each layer with experts, the first first, how many had tokens; and of how many.
   std::vector<std::int64_t> experts_touched;
   std::int64_t experts = 0;
+  // Of a mixture with the load-balancing loss (models/router_balance.h): the mean over the step's micro-batches, by the
+  // tokens that count in each. The loss above has it in it, times the model's coefficient.
+  double aux_loss = NAN;
+  // Of gradients that are zeros because no token took their expert: what was moved neither from the device nor to and
+  // from storage.
+  std::uint64_t gradient_bytes_left_out = 0;
   // Where the step uses a part of the embedding (SessionOptions::rows_on_demand): the rows that its tokens are, the
   // bytes of the table and its state that it moves from and to storage beside commits, and those that it would move if
   // it used all of it.

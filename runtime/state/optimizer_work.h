@@ -2,6 +2,7 @@
 // The update lane's work of a Session: the norm of all gradients, and AdamW over chunks, now or a step later.
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -39,6 +40,12 @@ class OptimizerWork final : public ChunkWork {
   }
   std::uint64_t due_deferred() const { return due_deferred_; }
   std::uint64_t caught_up() const { return caught_up_; }  // chunks
+  // Where gradients of this step are zeros: what zero_gradient() says. Called by the lane that moves them.
+  using Zeros = std::function<std::vector<swap::ElementRange>(const swap::Chunk& chunk)>;
+  void set_zeros(Zeros zeros) { zeros_ = std::move(zeros); }
+  std::vector<swap::ElementRange> zero_gradient(const swap::Chunk& chunk) const override {
+    return zeros_ ? zeros_(chunk) : std::vector<swap::ElementRange>{};
+  }
   // What goes with the commit beside this step: of the step before.
   void set_progress(std::string progress) { progress_ = std::move(progress); }
   std::string progress() const override { return progress_; }
@@ -66,6 +73,7 @@ class OptimizerWork final : public ChunkWork {
   const optim::AdamWParams params_, deferred_params_;
   const float weight_decay_;
   std::string progress_;
+  Zeros zeros_;
   std::atomic<bool> skip_ = false;
   std::uint64_t due_deferred_ = 0;
   std::optional<MissedUpdates> missed_;
