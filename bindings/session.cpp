@@ -186,6 +186,15 @@ MicroBatch micro_batch_of(const py::dict& given) {
                    .teacher_log_probabilities = tensor_of(given, "teacher_log_probabilities", torch::kHalf)};
   if (!batch.ids.defined() || !batch.labels.defined())
     throw Exception(io::ErrorKind::usage, "a micro-batch has input_ids and labels");
+  // Of each row the tokens up to the last one that the mask counts.
+  if (const torch::Tensor mask = tensor_of(given, "attention_mask", torch::kLong); mask.defined()) {
+    if (mask.sizes() != batch.ids.sizes())
+      throw Exception(io::ErrorKind::usage, "a micro-batch's attention_mask has the shape of its input_ids");
+    const torch::Tensor places = torch::arange(1, mask.size(1) + 1, torch::kLong);
+    const torch::Tensor lengths = (mask.ne(0) * places).amax(1).contiguous();
+    batch.lengths.assign(lengths.const_data_ptr<std::int64_t>(),
+                         lengths.const_data_ptr<std::int64_t>() + lengths.numel());
+  }
   if (given.contains("reference")) {
     const torch::Tensor reference = tensor_of(given, "reference", torch::kDouble).view({-1});
     batch.reference.assign(reference.const_data_ptr<double>(), reference.const_data_ptr<double>() + reference.numel());
@@ -260,6 +269,7 @@ class PythonSession {
       result["ce_loss"] = step.ce_loss;
       result["kd_loss"] = step.kd_loss;
     }
+    if (session().model().spec().config.experts.balance != 0) result["aux_loss"] = step.aux_loss;
     return result;
   }
 

@@ -12,7 +12,7 @@ endif()
 tierflow_library(session
   device/device_memory.cpp device/tensor_slot.cpp ${TIERFLOW_DEVICE_MEMORY}
   batches/data_batches.cpp batches/teacher_batches.cpp optimizer/adamw8bit.cpp
-  session/adapter_factors.cpp session/adapter_folder.cpp session/adapter_init.cpp session/adapters.cpp session/generator.cpp session/gradient_init.cpp session/layers.cpp session/merge.cpp session/model_sources.cpp session/profiler.cpp session/session.cpp session/session_export.cpp session/sampler.cpp session/schedule.cpp session/session_on_demand.cpp session/session_passes.cpp session/session_rows.cpp session/session_setup.cpp session/session_speculation.cpp
+  session/adapter_factors.cpp session/adapter_folder.cpp session/adapter_init.cpp session/adapters.cpp session/expert_places.cpp session/generator.cpp session/gradient_init.cpp session/layers.cpp session/merge.cpp session/model_sources.cpp session/profiler.cpp session/session.cpp session/session_balance.cpp session/session_export.cpp session/sampler.cpp session/schedule.cpp session/session_on_demand.cpp session/session_passes.cpp session/session_rows.cpp session/session_setup.cpp session/session_speculation.cpp
   session/window.cpp session/window_sum.cpp
   session/stage_probe.cpp session/stage_profiler.cpp
   state/chunk_work.cpp state/model_extents.cpp state/optimizer_work.cpp state/saved_parts.cpp state/script_model.cpp state/streamed_state.cpp state/words_ahead.cpp
@@ -25,7 +25,7 @@ target_precompile_headers(tierflow_session REUSE_FROM tierflow_models)
 set_source_files_properties(state/chunk_work.cpp state/optimizer_work.cpp stream/stream_work.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
 if(TIERFLOW_TOGETHER)
   tierflow_together(session session/session.cpp session/session_rows.cpp session/session_setup.cpp session/session_speculation.cpp session/window.cpp session/window_sum.cpp)
-  tierflow_together(session session/session_export.cpp session/session_on_demand.cpp session/session_passes.cpp)
+  tierflow_together(session session/expert_places.cpp session/session_balance.cpp session/session_export.cpp session/session_on_demand.cpp session/session_passes.cpp)
   tierflow_together(session session/profiler.cpp session/stage_probe.cpp session/stage_profiler.cpp)
   tierflow_together(session session/layers.cpp session/model_sources.cpp state/streamed_state.cpp state/words_ahead.cpp)
   tierflow_together(session stream/stream_state.cpp stream/durable_store.cpp device/tensor_slot.cpp)

@@ -23,6 +23,7 @@ io::Error Executor::Impl::allocate() {
   for (auto& list : residents) list.resize(layout.chunks().size());
   for (auto& list : unsaved) list.resize(layout.chunks().size());
   saved.resize(arrangement.items.size());
+  zero_gradient.resize(layout.chunks().size());
   for (std::size_t i = 0; i < places.size(); ++i) {
     const std::span<std::byte> bytes = memory->buffer(i);
     const auto streams_through = [&](auto& buffers, auto& spans) {
@@ -94,6 +95,7 @@ void Executor::Impl::finish_locked(TaskId id) {
   LaneCounters& counter = counters[index_of(at.task.lane)];
   ++counter.tasks;
   counter.bytes += at.task.bytes;
+  counter.left_out += at.left_out;
   if (!at.on_device) account(id, at);
   for (TaskId dependent : at.dependents) {
     Node& next = node(dependent);

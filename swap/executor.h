@@ -29,6 +29,11 @@ struct DeviceUpdate {
   std::byte* scratch = nullptr;  // ArrangeRequest::update_scratch bytes
 };
 
+// Elements [begin, end) of a chunk.
+struct ElementRange {
+  std::uint64_t begin = 0, end = 0;
+};
+
 // The client's work on the update lane. It is called for one chunk at a time, on the lane's own thread. An exception
 // from it ends the run with an error of kind internal (memory for std::bad_alloc).
 class HostWork {
@@ -36,6 +41,9 @@ class HostWork {
   virtual ~HostWork() = default;
   // gradient: chunk.elements bf16. Called once for each chunk and step if gradients are staged.
   virtual io::Error measure(const Chunk& chunk, std::span<const std::byte> gradient) = 0;
+  // Where the chunk's gradient, which is computed now, consists of zeros: ranges in their order, none touching another.
+  // They are not moved; measure() and update() find zeros there. Called by the download lane, on its own thread.
+  virtual std::vector<ElementRange> zero_gradient(const Chunk& /*chunk*/) const { return {}; }
   // words: chunk.elements hi words, state: chunk.state_bytes; both are updated in place.
   virtual io::Error update(const Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
                            std::span<std::byte> state) = 0;
@@ -77,8 +85,9 @@ struct Entered {
 
 // busy_seconds of copies, of computation and of updates on the device are by the device's clock, without the time that
 // they waited. Computation counts once the device has done it.
+// left_out: bytes of gradients that were not moved, because they are zeros (HostWork::zero_gradient()).
 struct LaneCounters {
-  std::uint64_t tasks = 0, bytes = 0;
+  std::uint64_t tasks = 0, bytes = 0, left_out = 0;
   double busy_seconds = 0;
 };
 

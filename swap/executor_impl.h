@@ -18,6 +18,7 @@ struct Node {
   std::shared_ptr<HostWork> work;
   std::shared_ptr<const std::vector<Visit>> visits;
   int waiting = 0;
+  std::uint64_t left_out = 0;  // of its bytes, those that were not moved
   std::vector<TaskId> dependents;
   TaskId compute_dependency = 0;  // newest compute task it follows, plus one; 0: none
   double begin = 0;
@@ -84,7 +85,11 @@ struct Executor::Impl {
   std::byte* found_in(int slot) {
     return gradient_slot(slot) + arrangement.gradient_slot - arrangement.found_buffer_bytes();
   }
-  void enqueue_copy(StreamId stream, const Node& at);
+  void enqueue_copy(StreamId stream, const Task& task);
+  void start_gradient(StreamId stream, Node& at);
+  bool is_zero_gradient(const Task& task) const {
+    return (task.kind == TaskKind::write_gradient || task.kind == TaskKind::read_gradient) && zero_gradient[task.chunk];
+  }
   void land_loop(StreamId stream);
   void has_room(StreamId stream);
   void stamp_copy(const Task& task);
@@ -131,6 +136,8 @@ struct Executor::Impl {
   std::vector<char> unsaved[kExtentKinds];
   std::vector<std::span<std::byte>> saved;          // by item
   std::vector<std::span<std::byte>> found_on_host;  // by slot of a gradient
+  // By chunk: its newest gradient is zeros alone, and is not stored. A byte each, as above.
+  std::vector<char> zero_gradient;
 
   mutable std::mutex mutex;
   std::condition_variable lane_wakes[kLanes], verify_wakes, client_wakes;

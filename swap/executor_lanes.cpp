@@ -128,14 +128,13 @@ void Executor::Impl::follow_compute(StreamId stream, const Node& at) {
 // Returns when the copy is enqueued; land_loop() finishes the task.
 void Executor::Impl::start_copy(TaskId id, Node& at) {
   const StreamId stream = stream_of(at.task.lane);
-  if (rounds_first(at.task)) {
-    round_first(at);
-    device.wait(stream, device.record(StreamId::round));
+  if (at.task.kind == TaskKind::download_gradient) {
+    start_gradient(stream, at);
   } else {
     follow_compute(stream, at);
+    at.began = device.record_timed(stream);
+    enqueue_copy(stream, at.task);
   }
-  at.began = device.record_timed(stream);
-  enqueue_copy(stream, at);
   at.ended = device.record_timed(stream);
   std::lock_guard lock(mutex);
   Flight& to = flight(stream);
@@ -192,8 +191,44 @@ void Executor::Impl::round_first(Node& at) {
                                found_in(at.rounded_in));
 }
 
-void Executor::Impl::enqueue_copy(StreamId stream, const Node& at) {
-  const Task& task = at.task;
+// Of a gradient what is not known to be zeros. Those are written on the host.
+void Executor::Impl::start_gradient(StreamId stream, Node& at) {
+  Task& task = at.task;
+  const std::uint64_t elements = task.bytes / swap::word_bytes(1);
+  const std::vector<ElementRange> zeros = at.work->zero_gradient(layout.chunks()[task.chunk]);
+  for (const ElementRange& range : zeros) at.left_out += swap::word_bytes(range.end - range.begin);
+  zero_gradient[task.chunk] = at.left_out == task.bytes;
+  if (at.left_out < task.bytes && rounds_first(task)) {
+    round_first(at);
+    device.wait(stream, device.record(StreamId::round));
+  } else if (at.left_out < task.bytes) {
+    follow_compute(stream, at);
+  }
+  at.began = device.record_timed(stream);
+  std::byte* to = host(task.gradient, task.bytes).data();
+  const auto copy = [&](std::uint64_t begin, std::uint64_t end) {
+    if (begin == end) return;
+    if (at.rounded_in != -1)
+      device.copy_to_host(stream, to + swap::word_bytes(begin), gradient_slot(at.rounded_in) + swap::word_bytes(begin),
+                          swap::word_bytes(end - begin));
+    else
+      device.gradient_to_host(stream, reinterpret_cast<std::uint16_t*>(to) + begin,
+                              reinterpret_cast<const float*>(arena.data() + task.device_offset) + begin, end - begin);
+  };
+  std::uint64_t next = 0;
+  for (const ElementRange& range : zeros) {
+    copy(next, range.begin);
+    std::fill(to + swap::word_bytes(range.begin), to + swap::word_bytes(range.end), std::byte{0});
+    next = range.end;
+  }
+  copy(next, elements);
+  if (at.rounded_in != -1 && arrangement.found_bytes != 0)
+    device.copy_to_host(stream, found_on_host[static_cast<std::size_t>(at.rounded_in)].data(), found_in(at.rounded_in),
+                        arrangement.found_bytes);
+  task.bytes -= at.left_out;
+}
+
+void Executor::Impl::enqueue_copy(StreamId stream, const Task& task) {
   std::byte* on_device = arena.data() + task.device_offset;
   switch (task.kind) {
     case TaskKind::upload_hi:
@@ -209,20 +244,8 @@ void Executor::Impl::enqueue_copy(StreamId stream, const Node& at) {
     case TaskKind::download_state:
       device.copy_to_host(stream, host(task.state, task.bytes).data(), on_device, task.bytes);
       break;
-    case TaskKind::download_hi:
-    case TaskKind::save_activations:
-      device.copy_to_host(stream, host(task.words, task.bytes).data(), on_device, task.bytes);
-      break;
     default:
-      if (at.rounded_in != -1) {
-        device.copy_to_host(stream, host(task.gradient, task.bytes).data(), gradient_slot(at.rounded_in), task.bytes);
-        if (arrangement.found_bytes != 0)
-          device.copy_to_host(stream, found_on_host[static_cast<std::size_t>(at.rounded_in)].data(),
-                              found_in(at.rounded_in), arrangement.found_bytes);
-        break;
-      }
-      device.gradient_to_host(stream, reinterpret_cast<std::uint16_t*>(host(task.gradient, task.bytes).data()),
-                              reinterpret_cast<const float*>(on_device), task.bytes / 2);
+      device.copy_to_host(stream, host(task.words, task.bytes).data(), on_device, task.bytes);
   }
 }
 
@@ -271,6 +294,11 @@ io::Error Executor::Impl::work_on_device(Node& at) {
 
 void Executor::Impl::start_read(TaskId id, Node& at) {
   const auto [kind, index, ref] = extent_of(at.task);
+  if (is_zero_gradient(at.task)) {
+    std::ranges::fill(host(ref, at.task.bytes), std::byte{0});
+    at.left_out = std::exchange(at.task.bytes, 0);
+    return finish(id, {});
+  }
   {
     std::lock_guard lock(mutex);
     if (disk_outstanding[0]++ == 0) disk_since[0] = now();
@@ -294,6 +322,10 @@ void Executor::Impl::start_read(TaskId id, Node& at) {
 void Executor::Impl::start_write(TaskId id, Node& at) {
   const auto [kind, index, ref] = extent_of(at.task);
   const bool resident = is_resident(ref);
+  if (is_zero_gradient(at.task)) {
+    at.left_out = std::exchange(at.task.bytes, 0);
+    return finish(id, {});
+  }
   // A commit is planned before it is known what its step changes.
   if (resident && !std::exchange(unsaved[static_cast<int>(kind)][index], false)) {
     at.task.bytes = 0;

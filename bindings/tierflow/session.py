@@ -93,14 +93,14 @@ class Session:
 
     @staticmethod
     def _as_program(batch: Mapping[str, Any]) -> dict[str, Any]:
-        given = {name: as_rows(value) if isinstance(value, torch.Tensor) and name in ("input_ids", "labels") else value for name, value in batch.items()}
+        given = {name: as_rows(value) if isinstance(value, torch.Tensor) and name in ("input_ids", "labels", "attention_mask") else value for name, value in batch.items()}
         if "labels" in given and "targets" not in given:
             given["targets"] = what_follows(given["labels"])
-        return {name: value for name, value in given.items() if name not in ("labels", "attention_mask")}
+        return {name: value for name, value in given.items() if name != "labels"}
 
     def step(self, micro_batches: Sequence[Mapping[str, Any]], lr: float | None = None) -> dict[str, Any]:
         """One optimizer step, with the learning rate of the schedule unless lr is given. Returns `loss`, `lr`, `grad_norm`, `skipped`, `tokens`, `seconds`; for pairs also
-        `rewards/...` with TRL's names; with a teacher also `ce_loss` and `kd_loss`.
+        `rewards/...` with TRL's names; with a teacher also `ce_loss` and `kd_loss`; for a mixture with `output_router_logits` also `aux_loss`, which the loss includes, times its coefficient.
 
         With "galore", the first step of each window first makes its projectors from the gradient of the same micro-batches.
         """

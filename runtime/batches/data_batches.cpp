@@ -15,9 +15,11 @@ MicroBatch micro_batch(const Dataset& data, Sequences which, std::int64_t first,
   const auto read = which == Sequences::training   ? &Dataset::training_sequence
                     : which == Sequences::held_out ? &Dataset::held_out_sequence
                                                    : &Dataset::numbered_sequence;
-  for (std::int64_t row = 0; row < rows; ++row)
+  for (std::int64_t row = 0; row < rows; ++row) {
     (data.*read)(first + row, row_of(batch.ids, row), row_of(batch.labels, row),
                  data.isolated() ? row_of(batch.positions, row) : std::span<std::int64_t>());
+    if (which == Sequences::training) batch.lengths.push_back(data.training_tokens(first + row));
+  }
   return batch;
 }
 

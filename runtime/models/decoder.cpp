@@ -77,7 +77,7 @@ class DecoderModel final : public CausalModel {
       if (config().parallel) x = {.base = x.closed()};
       if (config().parallel && !shares_norm()) normed = half->in()(weights, hidden);
       if (!config().parallel) normed = normalise(half->in(), weights, x);
-      const Tensor added = half->forward(weights, normed, adapter_dropout(training), shared.touched);
+      const Tensor added = half->forward(weights, normed, adapter_dropout(training), shared.watch);
       x = sum(*half, weights, residual(x.base, normed), added, training);
     }
     return x.closed();
@@ -93,7 +93,7 @@ class DecoderModel final : public CausalModel {
 
   Carry experts(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
                 bool training) const override {
-    return experts_[at(stage)]->forward(weights, carry, adapter_dropout(training), shared.touched);
+    return experts_[at(stage)]->forward(weights, carry, adapter_dropout(training), shared.watch);
   }
 
   Carry block_backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
@@ -150,7 +150,7 @@ class DecoderModel final : public CausalModel {
   KeptHalf<DecoderAttention> attend(int stage, const Weights& weights, const Tensor& x, const Tensor& like,
                                     const Shared& shared) const;
   KeptHalf<DecoderMlp> expand(int stage, const Weights& weights, OpenSum& x, const Tensor& normed,
-                              ExpertsTouched* touched) const;
+                              const RouterWatch& watch) const;
   Tensor product(const DecoderAttention& half, const Weights& weights, const DecoderAttention::Kept& kept) const {
     return half.project(weights, kept);
   }
@@ -233,12 +233,12 @@ KeptHalf<DecoderAttention> DecoderModel::attend(int stage, const Weights& weight
 }
 
 KeptHalf<DecoderMlp> DecoderModel::expand(int stage, const Weights& weights, OpenSum& x, const Tensor& normed,
-                                          ExpertsTouched* touched) const {
+                                          const RouterWatch& watch) const {
   const DecoderMlp& half = *mlp_[at(stage)];
   KeptHalf<DecoderMlp> kept{.normed = normed};
   if (!shares_norm()) kept.normed = normalise(half.in(), weights, x, &kept.norm);
   kept.x = x.base;
-  kept.inner = half.expand(weights, kept.normed, touched);
+  kept.inner = half.expand(weights, kept.normed, watch);
   return kept;
 }
 
@@ -260,7 +260,7 @@ std::unique_ptr<KeptActivations> DecoderModel::forward_keeping(int stage, const 
   if (expands(stage)) {
     kept->expands = &*mlp_[at(stage)];
     OpenSum taken = config().parallel ? OpenSum{.base = input} : std::exchange(x, {});
-    kept->mlp = expand(stage, weights, taken, kept->attention.normed, shared.touched);
+    kept->mlp = expand(stage, weights, taken, kept->attention.normed, shared.watch);
     x = add(*kept->expands, weights, kept->mlp, config().parallel ? x.closed() : taken.base);
     if (config().parallel) kept->mlp.x.reset();
   }
@@ -279,7 +279,7 @@ Carry DecoderModel::block_backward(int stage, const Weights& all_weights, const 
                                   shared, d_out);
   if (experts) {
     const at::NoGradGuard no_grad;
-    return experts->backward(without_graph(all_weights), gradients, carry, d_out);
+    return experts->backward(without_graph(all_weights), gradients, carry, d_out, shared.watch.balance);
   }
   return backward_kept(stage, all_weights, gradients, carry, shared, d_out, nullptr);
 }
@@ -308,7 +308,7 @@ Carry DecoderModel::backward_kept(int stage, const Weights& all_weights, const G
         complete(*attention_[at(stage)], weights, attended, x);
     }
     if (expands(stage)) {
-      expanded = expand(stage, weights, middle, attended.normed, nullptr);
+      expanded = expand(stage, weights, middle, attended.normed, {});
       complete(*mlp_[at(stage)], weights, expanded, middle.base);
     }
   }
@@ -317,8 +317,8 @@ Carry DecoderModel::backward_kept(int stage, const Weights& all_weights, const G
   if (expands(stage)) {
     const DecoderMlp& half = *mlp_[at(stage)];
     const Tensor d_added = product_backward(half, weights, sums, expanded, d);
-    Tensor from_mlp =
-        half.backward(weights, sums, std::exchange(expanded.normed, {}), std::exchange(expanded.inner, {}), d_added);
+    Tensor from_mlp = half.backward(weights, sums, std::exchange(expanded.normed, {}),
+                                    std::exchange(expanded.inner, {}), d_added, shared.watch);
     if (shares_norm())
       d_normed = std::move(from_mlp);
     else if (config().parallel)

@@ -20,17 +20,16 @@ DecoderMlp::DecoderMlp(const ModelSpec& spec, int stage) {
 }
 
 at::Tensor DecoderMlp::forward(const Weights& weights, const at::Tensor& normed, double dropout,
-                               ExpertsTouched* touched) const {
+                               const RouterWatch& watch) const {
   if (!experts_) return dense_.contract(weights, dense_.expand(weights, normed, dropout), dropout);
   const at::Tensor by_token = normed.reshape({-1, normed.size(-1)});
-  return experts_->contract(weights, experts_->expand(weights, by_token, dropout, touched), dropout)
-      .view(normed.sizes());
+  return experts_->contract(weights, experts_->expand(weights, by_token, dropout, watch), dropout).view(normed.sizes());
 }
 
-DecoderMlp::Kept DecoderMlp::expand(const Weights& weights, const at::Tensor& normed, ExpertsTouched* touched) const {
+DecoderMlp::Kept DecoderMlp::expand(const Weights& weights, const at::Tensor& normed, const RouterWatch& watch) const {
   Kept kept;
   if (experts_)
-    kept.experts = experts_->expand(weights, normed, 0, touched);
+    kept.experts = experts_->expand(weights, normed, 0, watch);
   else
     kept.dense = dense_.expand(weights, normed);
   return kept;
@@ -41,8 +40,8 @@ at::Tensor DecoderMlp::contract(const Weights& weights, const Kept& kept) const 
 }
 
 at::Tensor DecoderMlp::backward(const Weights& weights, const Gradients& sums, at::Tensor normed, Kept kept,
-                                const at::Tensor& d_out) const {
-  return experts_ ? experts_->backward(weights, sums, normed, std::move(kept.experts), d_out)
+                                const at::Tensor& d_out, const RouterWatch& watch) const {
+  return experts_ ? experts_->backward(weights, sums, normed, std::move(kept.experts), d_out, watch.balance)
                   : dense_.backward(weights, sums, std::move(normed), std::move(kept.dense), d_out);
 }
 

@@ -24,17 +24,16 @@ class DecoderMlp {
     ExpertMlp::Kept experts;
   };
 
-  // normed, the result: [.., hidden]. Differentiable where autograd is on. dropout: of what adapters take. touched: as
-  // in Shared.
-  at::Tensor forward(const Weights& weights, const at::Tensor& normed, double dropout, ExpertsTouched* touched) const;
+  // normed, the result: [.., hidden]. Differentiable where autograd is on. dropout: of what adapters take.
+  at::Tensor forward(const Weights& weights, const at::Tensor& normed, double dropout, const RouterWatch& watch) const;
 
   // By hand, for normed [tokens, hidden].
-  Kept expand(const Weights& weights, const at::Tensor& normed, ExpertsTouched* touched) const;
+  Kept expand(const Weights& weights, const at::Tensor& normed, const RouterWatch& watch) const;
   at::Tensor contract(const Weights& weights, const Kept& kept) const;
   // Returns the gradient of normed, and releases normed as soon as it is used. Adds the gradients of the half's tensors
   // to `sums`.
   at::Tensor backward(const Weights& weights, const Gradients& sums, at::Tensor normed, Kept kept,
-                      const at::Tensor& d_out) const;
+                      const at::Tensor& d_out, const RouterWatch& watch) const;
 
   std::vector<at::Tensor> essentials(const Kept& kept) const;
   // From essentials, from `next` on.

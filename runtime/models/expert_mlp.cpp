@@ -67,11 +67,12 @@ ExpertMlp::ExpertMlp(const ModelSpec& spec, int stage)
       experts_(spec, stage) {}
 
 ExpertMlp::Kept ExpertMlp::expand(const Weights& weights, const Tensor& normed, double dropout,
-                                  ExpertsTouched* touched) const {
+                                  const RouterWatch& watch) const {
   Kept kept{.logits = router_.logits(weights, normed)};
   kept.routing = router_.route(weights, kept.logits);
+  balance_routing(kept.routing, watch.balance);
   kept.assignment = assign(spec_, kept.routing.chosen);
-  tell(kept.assignment, block_, touched);
+  tell(kept.assignment, block_, watch.touched);
   kept.experts = experts_.expand(weights, normed, kept.assignment, 0, spec_.count);
   if (shared_) kept.shared = shared_.expand(weights, normed, dropout);
   return kept;
@@ -86,12 +87,12 @@ Tensor ExpertMlp::contract(const Weights& weights, const Kept& kept, double drop
 }
 
 Tensor ExpertMlp::backward(const Weights& weights, const Gradients& sums, const Tensor& normed, Kept kept,
-                           const Tensor& d_out) const {
+                           const Tensor& d_out, const RouterBalance* balance) const {
   const Tensor d_weights = at::zeros_like(kept.routing.weights);
   const Tensor d_normed = at::zeros(normed.sizes(), kept.routing.scores.options());
   experts_.backward(weights, sums, normed, std::exchange(kept.experts, {}), kept.routing, kept.assignment, 0,
                     spec_.count, d_out, d_normed, d_weights);
-  const Tensor d_logits = route_backward(spec_, kept.routing, d_weights);
+  const Tensor d_logits = route_backward(spec_, kept.routing, d_weights, balance);
   d_normed.add_(router_.backward(weights, sums, d_logits, normed));
   if (shared_) d_normed.add_(shared_.backward(weights, sums, normed, std::move(kept.shared), d_out));
   return d_normed.to(normed.scalar_type());
@@ -131,9 +132,11 @@ ExpertStage::ExpertStage(const ModelSpec& spec, int stage)
   shared_ = SharedExpert(spec, index);
 }
 
-ExpertStage::Begun ExpertStage::begun(const Weights& weights, const Tensor& x, double dropout) const {
+ExpertStage::Begun ExpertStage::begun(const Weights& weights, const Tensor& x, double dropout,
+                                      RouterBalance* balance) const {
   Begun begun{.normed = in_(weights, x.reshape({-1, hidden_}))};
   begun.routing = router_.route(weights, router_.logits(weights, begun.normed));
+  balance_routing(begun.routing, balance);
   const at::TensorOptions wide = x.options().dtype(wide_of(x));
   begun.sum = shared_
                   ? shared_.contract(weights, shared_.expand(weights, begun.normed, dropout), dropout).to(wide.dtype())
@@ -146,15 +149,15 @@ Tensor ExpertStage::finished(const Tensor& x, const Tensor& sum) const {
   return x + (residual_multiplier_ == 1 ? added : added * residual_multiplier_);
 }
 
-Carry ExpertStage::forward(const Weights& weights, const Carry& carry, double dropout, ExpertsTouched* touched) const {
+Carry ExpertStage::forward(const Weights& weights, const Carry& carry, double dropout, const RouterWatch& watch) const {
   const Tensor& x = carry.at(0);
   const auto& [normed, sum, routing] =
-      first_ ? begun(weights, x, dropout)
+      first_ ? begun(weights, x, dropout, watch.balance)
              : Begun{.normed = carry.at(1),
                      .sum = carry.at(4).clone(),
                      .routing = {.scores = {}, .chosen = carry.at(3), .weights = carry.at(2)}};
   const Assignment assignment = assign(spec_, routing.chosen);
-  tell(assignment, block_, touched);
+  tell(assignment, block_, watch.touched);
   experts_.add(weights, normed, routing, assignment, sum);
   if (!last_) return {x, normed, routing.weights, routing.chosen, sum};
   return {finished(x, sum)};
@@ -188,11 +191,11 @@ class ExpertStage::InParts final : public StageInParts {
 };
 
 std::unique_ptr<StageInParts> ExpertStage::begin(const Weights& weights, const Tensor& x) const {
-  return std::make_unique<InParts>(*this, x, begun(weights, x, 0));
+  return std::make_unique<InParts>(*this, x, begun(weights, x, 0, nullptr));
 }
 
-Carry ExpertStage::backward(const Weights& weights, const Gradients& sums, const Carry& taken,
-                            const Carry& d_out) const {
+Carry ExpertStage::backward(const Weights& weights, const Gradients& sums, const Carry& taken, const Carry& d_out,
+                            const RouterBalance* balance) const {
   const Tensor& d_x = d_out.at(0);
   const at::TensorOptions wide = d_x.options().dtype(wide_of(d_x));
   Tensor x, normed;
@@ -220,7 +223,7 @@ Carry ExpertStage::backward(const Weights& weights, const Gradients& sums, const
   const Tensor d_added = d_sum.to(normed.scalar_type());
   experts_.add_backward(weights, sums, normed, routing, assign(spec_, routing.chosen), d_added, d_normed, d_weights);
   if (!first_) return {d_x, d_normed, d_weights, {}, d_sum};
-  d_normed.add_(router_.backward(weights, sums, route_backward(spec_, routing, d_weights), normed));
+  d_normed.add_(router_.backward(weights, sums, route_backward(spec_, routing, d_weights, balance), normed));
   if (shared_) d_normed.add_(shared_.backward(weights, sums, normed, shared_.expand(weights, normed), d_added));
   return {in_.backward(weights, sums, d_normed.to(x.scalar_type()), x, norm, d_x.reshape({-1, hidden_}).contiguous())
               .view(d_x.sizes())};

@@ -47,13 +47,12 @@ class ExpertMlp {
     Experts::Kept experts;
     SharedExpert::Kept shared;
   };
-  // For normed [tokens, hidden]; differentiable where autograd is on. touched: as in Shared.
-  Kept expand(const Weights& weights, const at::Tensor& normed, double dropout = 0,
-              ExpertsTouched* touched = nullptr) const;
+  // For normed [tokens, hidden]; differentiable where autograd is on.
+  Kept expand(const Weights& weights, const at::Tensor& normed, double dropout, const RouterWatch& watch) const;
   at::Tensor contract(const Weights& weights, const Kept& kept, double dropout = 0) const;
   // By hand: the gradient of normed; adds those of the tensors.
   at::Tensor backward(const Weights& weights, const Gradients& sums, const at::Tensor& normed, Kept kept,
-                      const at::Tensor& d_out) const;
+                      const at::Tensor& d_out, const RouterBalance* balance) const;
   std::vector<at::Tensor> essentials(const Kept& kept) const;
   Kept restore(const Weights& weights, std::vector<at::Tensor>::const_iterator& next) const;
 
@@ -74,12 +73,13 @@ class ExpertStage {
  public:
   ExpertStage(const ModelSpec& spec, int stage);
 
-  // Differentiable where autograd is on. touched: as in Shared.
-  Carry forward(const Weights& weights, const Carry& carry, double dropout, ExpertsTouched* touched) const;
+  // Differentiable where autograd is on.
+  Carry forward(const Weights& weights, const Carry& carry, double dropout, const RouterWatch& watch) const;
   // forward() of a stage whose experts are units on demand. weights: of its own units; x: what the carry begins with.
   std::unique_ptr<StageInParts> begin(const Weights& weights, const at::Tensor& x) const;
   // By hand; `taken`: as taken_by_backward() says.
-  Carry backward(const Weights& weights, const Gradients& sums, const Carry& taken, const Carry& d_out) const;
+  Carry backward(const Weights& weights, const Gradients& sums, const Carry& taken, const Carry& d_out,
+                 const RouterBalance* balance) const;
   // The whole input for the gradient; tensors that were not taken are zeros.
   Carry completed(const Carry& taken, const Carry& d_out) const;
 
@@ -90,7 +90,7 @@ class ExpertStage {
     at::Tensor normed, sum;
     Routing routing;
   };
-  Begun begun(const Weights& weights, const at::Tensor& x, double dropout) const;
+  Begun begun(const Weights& weights, const at::Tensor& x, double dropout, RouterBalance* balance) const;
   // x and what the experts add to it.
   at::Tensor finished(const at::Tensor& x, const at::Tensor& sum) const;
 

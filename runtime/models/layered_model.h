@@ -13,6 +13,7 @@
 #include "runtime/models/attention.h"
 #include "runtime/models/gradients.h"
 #include "runtime/models/micro_batch.h"
+#include "runtime/models/router_balance.h"
 #include "runtime/models/soft_targets.h"
 #include "runtime/models/token_scale.h"
 #include "runtime/spec/model_spec.h"
@@ -51,6 +52,13 @@ struct CachedRow {
 // By block with experts: of each expert, whether a token took it.
 using ExpertsTouched = std::map<std::int64_t, std::vector<bool>>;
 
+// What is told of each routing. Null: nobody wants to know.
+struct RouterWatch {
+  ExpertsTouched* touched = nullptr;  // hears of every forward
+  // Of the micro-batches that a computation takes, in training with the load-balancing loss; the backward takes it too.
+  models::RouterBalance* balance = nullptr;
+};
+
 // What several layers read, the same for every layer of one micro-batch.
 struct Shared {
   torch::Tensor ids, labels;
@@ -67,7 +75,7 @@ struct Shared {
   models::SoftTargets teacher = {};
   std::int64_t top = 0;
   models::AttentionChoice attention = {};
-  ExpertsTouched* touched = nullptr;  // every forward records its experts here; null: it does not
+  RouterWatch watch = {};
   // Tokens of the longest document, those in the cache included.
   std::int64_t longest() const;
 };

@@ -21,6 +21,8 @@ struct MicroBatch {
   at::Tensor positions = {};
   // Of pairs (pair_batch.h): each row's log-probability under the reference model, where the loss needs it.
   std::vector<double> reference = {};
+  // Of each row, how many of its tokens come before the padding. Empty: there is none.
+  std::vector<std::int64_t> lengths = {};
 
   // A teacher's most likely tokens for each position [micro-batch, sequence, K], where the loss needs them: ids int32
   // and log-probabilities fp16 (soft_targets.h).

@@ -58,13 +58,15 @@ Routing route(const ExpertsSpec& spec, const at::Tensor& logits, const at::Tenso
   return routing;
 }
 
-at::Tensor route_backward(const ExpertsSpec& spec, const Routing& routing, const at::Tensor& d_weights) {
+at::Tensor route_backward(const ExpertsSpec& spec, const Routing& routing, const at::Tensor& d_weights,
+                          const RouterBalance* balance) {
   at::Tensor d_chosen = spec.scale != 1 ? d_weights * spec.scale : d_weights;
   if (spec.normalised) {
     const at::Tensor chosen = routing.scores.gather(1, routing.chosen), sum = divisor(spec, chosen);
     d_chosen = (d_chosen - (d_chosen * chosen).sum(-1, true) / sum) / sum;
   }
   const at::Tensor d_scores = at::zeros_like(routing.scores).scatter_(1, routing.chosen, d_chosen);
+  add_gradient(balance, d_scores);
   if (spec.sigmoid) return d_scores * routing.scores * (1 - routing.scores);
   return routing.scores * (d_scores - (routing.scores * d_scores).sum(-1, true));
 }

@@ -21,8 +21,10 @@ struct Routing {
 // From logits [tokens, experts]; correction, where the spec has one: fp32 [experts]. Of equal scores the first expert's
 // counts as higher.
 Routing route(const ExpertsSpec& spec, const at::Tensor& logits, const at::Tensor& correction = {});
-// The gradient of the logits, in the scores' type, from that of Routing::weights.
-at::Tensor route_backward(const ExpertsSpec& spec, const Routing& routing, const at::Tensor& d_weights);
+// The gradient of the logits, in the scores' type, from that of Routing::weights and, where `balance` is not null, of
+// the load-balancing loss.
+at::Tensor route_backward(const ExpertsSpec& spec, const Routing& routing, const at::Tensor& d_weights,
+                          const RouterBalance* balance = nullptr);
 
 class Router {
  public:

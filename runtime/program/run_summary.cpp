@@ -112,7 +112,9 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
                {"out", written ? json(std::filesystem::absolute(run.out).string()) : json()}};
   const bool has_experts = std::isfinite(log.experts_touched());
   if (has_experts)
-    summary["experts_touched"] = {{"mean", log.experts_touched()}, {"least", log.fewest_experts_touched()}};
+    summary["experts_touched"] = {{"mean", log.experts_touched()},
+                                  {"least", log.fewest_experts_touched()},
+                                  {"gradient_bytes_left_out", log.gradient_bytes_left_out()}};
   const TrainingLog::EmbeddingUse& embedding = log.embedding();
   const double share = embedding.bytes / embedding.bytes_of_all;
   if (embedding.bytes_of_all > 0)
@@ -134,8 +136,11 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
   log.say(fmt::format("moved: storage {} read, {} written; {} to the device, {} from it; {} updated",
                       moved("disk_read"), moved("disk_write"), moved("upload"), moved("download"), moved("update")));
   if (has_experts)
-    log.say(fmt::format("experts with tokens in a step: {:.1f}% of a layer's, {:.1f}% at least",
-                        100 * log.experts_touched(), 100 * log.fewest_experts_touched()));
+    log.say(
+        fmt::format("experts with tokens in a step: {:.1f}% of a layer's, {:.1f}% at least; {} of the others' "
+                    "gradients did not move",
+                    100 * log.experts_touched(), 100 * log.fewest_experts_touched(),
+                    human_bytes(static_cast<std::uint64_t>(log.gradient_bytes_left_out()))));
   if (embedding.bytes_of_all > 0)
     log.say(fmt::format("embedding: {:.0f} rows in a step; storage moved {} of it a step, {:.2g}% of what all takes",
                         embedding.rows / static_cast<double>(log.steps()),

@@ -205,7 +205,13 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
             {"device_memory_peak", memory.device_peak},
             {"host_memory", memory.host_used}};
   if (gpu_ != nullptr) line["gpu"] = gpu_since_last_step(result.tokens);
-  if (!result.experts_touched.empty()) line["experts_touched"] = result.experts_touched;
+  if (!result.experts_touched.empty()) {
+    line["experts_touched"] = result.experts_touched;
+    line["gradient_bytes_left_out"] = result.gradient_bytes_left_out;
+  }
+  left_out_ += static_cast<double>(result.gradient_bytes_left_out);
+  const bool balances = std::isfinite(result.aux_loss);
+  if (balances) line["aux_loss"] = result.aux_loss;
   for (const std::int64_t touched : result.experts_touched) {
     const double share = static_cast<double>(touched) / static_cast<double>(result.experts);
     touched_ += share;
@@ -229,9 +235,10 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
            "step {}/{} |{} loss {}{} | norm {} | lr {:.2e} | {:.0f} tok/s | attention {} | limit {} {:.0f}% | device "
            "{}/{} host {}/{} | {} left",
            result.step, of_steps, result.skipped ? " SKIPPED: not finite |" : "", loss_text(result.loss),
-           result.pairs ? rewards_text(*result.pairs)
-           : distills   ? fmt::format(" (ce {}, kd {})", loss_text(result.ce_loss), loss_text(result.kd_loss))
-                        : "",
+           (result.pairs ? rewards_text(*result.pairs)
+            : distills   ? fmt::format(" (ce {}, kd {})", loss_text(result.ce_loss), loss_text(result.kd_loss))
+                         : "") +
+               (balances ? fmt::format(" (aux {})", loss_text(result.aux_loss)) : ""),
            norm_text(result.grad_norm), lr, rate, session.attention(), limit, 100 * busiest / result.seconds,
            human_bytes(memory.device_peak), human_bytes(memory.device_budget), human_bytes(memory.host_used),
            human_bytes(memory.host_budget),

@@ -60,6 +60,7 @@ class TrainingLog {
   // Of a mixture: the share of a layer's experts that had tokens in a step, on average and at least; NaN before that.
   double experts_touched() const { return touched_ / static_cast<double>(layers_touched_); }
   double fewest_experts_touched() const { return fewest_touched_; }
+  double gradient_bytes_left_out() const { return left_out_; }  // of all steps, StepResult's
   // Where steps use parts of the embedding, all steps together: rows, and bytes between storage and RAM, moved and as
   // if all of it were used (StepResult).
   struct EmbeddingUse {
@@ -88,6 +89,7 @@ class TrainingLog {
   std::int64_t steps_ = 0, speculative_ = 0, undone_ = 0;
   double touched_ = 0, fewest_touched_ = NAN;  // shares of experts, summed over layers and steps; the least of them
   std::int64_t layers_touched_ = 0;
+  double left_out_ = 0;
   EmbeddingUse embedding_;
   std::unique_ptr<GpuMonitor> gpu_;
   std::optional<double> energy_;  // J, when it was last looked at

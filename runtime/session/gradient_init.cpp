@@ -83,10 +83,12 @@ std::unique_ptr<GradientInit> Session::Impl::gradient_pass(const std::vector<Mic
   const auto work = make_work(0);
   work->skip_updates();
   StepResult result;
-  const std::vector<Shared> shared = share(batches);
+  std::vector<Shared> shared = share(batches);
+  const Objective objective{.batches = batches, .targets = targets, .pairs = {}};
+  watch_balance(objective, shared);
   executor().append(planner->train_step(/*pending=*/false), work);
   forward_all(shared, swap::Pass::forward);
-  head_all(shared, {.batches = batches, .targets = targets, .pairs = {}}, result, *work);
+  head_all(shared, objective, result, *work);
   backward_all(shared, *work);
   throw_if(executor().finish_updates());
   throw_if(executor().drain());

@@ -192,6 +192,7 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   const std::vector<bool> used = chunks_of_tokens(batches, result.embedding_rows);
   if (plan.arrangement.staged) result.clipping = speculates ? Clipping::speculative : Clipping::staged;
   const std::int64_t again = computed_again;
+  const std::uint64_t left_out = gradient_bytes_left_out();
   std::int64_t targets = 0;
   std::vector<Shared> shared;
   compute(true, [&] {
@@ -202,6 +203,8 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
       for (MicroBatch& batch : counted) batch.labels = head_labels(options.loss, batch);
     shared = share(counted);
   });
+  const Objective objective{.batches = batches, .targets = targets, .pairs = pairs};
+  watch_balance(objective, shared);
   if (out_of_memory) {
     --steps;
     return result;
@@ -209,6 +212,8 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   std::shared_ptr<OptimizerWork> work;
   const auto play = [&](swap::Updates updates) {
     work = make_work(lr);
+    if (expert_places)
+      work->set_zeros([this](const swap::Chunk& chunk) { return expert_places->untouched(chunk, experts_touched); });
     swap::StepRows rows = take_rows(used, catches_up);
     const auto behind = static_cast<std::uint64_t>(std::ranges::count(rows.missed, true));
     work->set_progress(progress_json(steps - 1));
@@ -226,7 +231,7 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
     result.loss = 0;
     if (options.loss.pairs()) result.pairs.emplace();
     if (options.loss.distills()) result.ce_loss = result.kd_loss = 0;
-    head_all(shared, {.batches = batches, .targets = targets, .pairs = pairs}, result, *work);
+    head_all(shared, objective, result, *work);
     references.clear();
     backward_all(shared, *work);
     throw_if(executor().finish_updates());
@@ -248,10 +253,12 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   result.loss = result.pairs ? result.pairs->mean_loss() : result.loss / divisor;
   result.ce_loss /= divisor;
   result.kd_loss /= divisor;
+  if (!balanced.empty()) result.loss += model->spec().config.experts.balance * result.aux_loss;
   result.computed_again = computed_again - again;
   for (const auto& [block, experts] : experts_touched)
     result.experts_touched.push_back(std::ranges::count(experts, true));
   result.experts = model->spec().config.experts.count;
+  result.gradient_bytes_left_out = gradient_bytes_left_out() - left_out;
   finish_step(result, *work, lr, used);
   result.seconds = seconds_since(started);
   result.tokens_per_s = static_cast<double>(result.tokens) / result.seconds;
@@ -296,6 +303,12 @@ void Session::Impl::drop_step(bool torn) {
 
 void Session::Impl::throw_if_out_of_memory() {
   if (out_of_memory) throw Exception(*std::exchange(out_of_memory, std::nullopt));
+}
+
+std::uint64_t Session::Impl::gradient_bytes_left_out() const {
+  std::uint64_t bytes = 0;
+  for (const swap::LaneCounters& lane : executor().counters()) bytes += lane.left_out;
+  return bytes;
 }
 
 std::shared_ptr<OptimizerWork> Session::Impl::make_work(double lr) {
@@ -370,7 +383,7 @@ std::vector<Shared> Session::Impl::share(const std::vector<MicroBatch>& batches)
     shared.push_back(model->share(batch, torch_device));
     ask_of_head(shared.back(), batch, options);
     shared.back().attention.ran = &attention_ran;
-    shared.back().touched = &experts_touched;
+    shared.back().watch.touched = &experts_touched;
   }
   return shared;
 }
@@ -386,6 +399,12 @@ void Session::Impl::check_batches(const std::vector<MicroBatch>& batches, bool t
         batch.ids.size(1) > options.sequence_length || batch.labels.sizes() != batch.ids.sizes())
       wrong("a micro-batch has ids and labels of at most " + std::to_string(options.micro_batch) + " x " +
             std::to_string(options.sequence_length) + " tokens");
+  for (const MicroBatch& batch : batches)
+    if (!batch.lengths.empty() &&
+        (static_cast<std::int64_t>(batch.lengths.size()) != batch.ids.size(0) ||
+         std::ranges::any_of(batch.lengths, [&](std::int64_t n) { return n < 0 || n > batch.ids.size(1); })))
+      wrong("a micro-batch's lengths are one for each row, of at most its " + std::to_string(batch.ids.size(1)) +
+            " tokens");
   for (const MicroBatch& batch : batches) batch.documents();        // throws where positions are wrong
   const std::int64_t vocabulary = model->spec().config.vocab_size;  // of layers of one's own nobody knows it
   for (std::size_t i = 0; i < batches.size() && vocabulary > 0; ++i)

@@ -51,6 +51,12 @@ struct StepResult {
   // For each layer with experts, in order: how many experts had tokens.
   std::vector<std::int64_t> experts_touched;
   std::int64_t experts = 0;  // of such a layer
+  // For a mixture with the load-balancing loss (models/router_balance.h): the mean over the step's micro-batches,
+  // weighted by the tokens that count in each. The loss above includes it, times the model's coefficient.
+  double aux_loss = NAN;
+  // Bytes of gradients that are zeros because no token took their expert. They were moved neither from the device nor
+  // to and from storage.
+  std::uint64_t gradient_bytes_left_out = 0;
   // If the step uses a part of the embedding (SessionOptions::rows_on_demand): the number of rows of its tokens, the
   // bytes of the table and its state that it moves from and to storage without commits, and the bytes that it would
   // move if it used the whole table.

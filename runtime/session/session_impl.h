@@ -11,6 +11,7 @@
 #include "runtime/models/pair_batch.h"
 #include "runtime/planning/missed_updates.h"
 #include "runtime/planning/speculation.h"
+#include "runtime/session/expert_places.h"
 #include "runtime/session/gradient_init.h"
 #include "runtime/session/session.h"
 #include "runtime/session/stage_probe.h"
@@ -49,6 +50,7 @@ struct Session::Impl {
   void drain_ahead();  // waits for what was fetched ahead
   void commit();
   bool commits_beside_next_step() const;
+  std::uint64_t gradient_bytes_left_out() const;        // so far, as LaneCounters has them
   std::string progress_json(std::int64_t after) const;  // after this many steps
   // The work of a step with this learning rate: its own updates, and the pending ones of the step before.
   std::shared_ptr<OptimizerWork> make_work(double lr);
@@ -101,6 +103,12 @@ struct Session::Impl {
     std::int64_t targets = 0;
     PairCounts pairs;
   };
+  // session_balance.cpp
+  void watch_balance(const Objective& objective, std::vector<Shared>& shared);
+  void expect_balance(int stage, int number, bool backward);
+  void take_balance(int stage, int number);
+  double aux_loss() const;  // NaN without it
+
   void head_all(const std::vector<Shared>& shared, const Objective& objective, StepResult& result, OptimizerWork& work);
   // Adds the losses of a step's micro-batches to its result, in their order. This is the one wait for the device in a
   // step.
@@ -177,8 +185,18 @@ struct Session::Impl {
   // Memory ran out and computing again did not help: the rest of the plan runs without computing.
   std::optional<io::Error> out_of_memory;
   std::int64_t computed_again = 0;
-  ExpertsTouched experts_touched;       // in the step at hand
-  std::set<std::string> attention_ran;  // names of what computed attention so far (device_attention.h)
+  ExpertsTouched experts_touched;             // in the step at hand
+  std::optional<ExpertPlaces> expert_places;  // of a mixture that is trained
+  // Of each micro-batch of the step at hand, with the load-balancing loss; without it there are none.
+  struct Balanced {
+    std::vector<models::CountedTokens> parts;  // among its own tokens
+    std::int64_t tokens = 0;                   // all of them
+    double share = 0;                          // of the step's loss
+    models::RouterLoads loads = {};            // of the layers that the forward has passed
+  };
+  std::vector<Balanced> balanced;
+  std::vector<models::RouterBalance> balances;  // by the first micro-batch of a computation: of the one at hand
+  std::set<std::string> attention_ran;          // names of what computed attention so far (device_attention.h)
 };
 
 // `model` with the specification that `change` makes of its own. Throws Exception (kind usage), whose line begins with

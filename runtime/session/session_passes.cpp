@@ -123,6 +123,7 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
   inputs.assign(last, std::vector<Carry>(train ? shared.size() : 0));
   kept.clear();
   in_slot.clear();
+  for (Balanced& of : balanced) of.loads = {};
   for (int stage = 0; stage < last; ++stage) {
     const swap::StageShape& shape = plan.layout->stages()[stage];
     const int together = train ? shape.together : 1;
@@ -135,6 +136,7 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
       const Shared& of_first = shared[number * together];
       Carry& carry = carries[number];
       swap::Activations activations = entered.activations;
+      if (train) expect_balance(stage, number, /*backward=*/false);
       compute(true, [&] {
         Saved* slot = entered.slot != nullptr ? &in_slot[{stage, number}] : nullptr;
         if (input_leaves(entered)) {
@@ -157,6 +159,7 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
           slot->activations = copy_to_slot(activations_in(entered), made->essentials());
         carry = std::move(through);
       });
+      if (train) take_balance(stage, number);
       if (!references.empty())
         compute(true, [&] {
           references[number] = model->forward(stage, models::without_adapters(model->spec(), stage, weights(entered)),
@@ -230,7 +233,9 @@ void Session::Impl::head_all(const std::vector<Shared>& shared, const Objective&
     if (micro_batch + 1 == count) {
       // Before the last micro-batch leaves, no update of this step can have begun.
       compute(true, [&] { read_losses(heads, result); });
-      if (out_of_memory || !std::isfinite(result.loss)) work.skip_updates();
+      result.aux_loss = aux_loss();
+      if (out_of_memory || !std::isfinite(result.loss) || !(balanced.empty() || std::isfinite(result.aux_loss)))
+        work.skip_updates();
     }
     leave();
   }
@@ -244,6 +249,7 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
     for (int number = 0; number < computations; ++number) {
       const Shared& of_first = shared[number * shape.together];
       const swap::Entered entered = enter(stage, swap::Pass::backward, number);
+      expect_balance(stage, number, /*backward=*/true);
       compute(starts_afresh(entered, number), [&] {
         const std::pair item{stage, number};
         const Weights bound = weights(entered);

@@ -107,6 +107,7 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
                                                                  .chaos_seed = options.chaos_seed,
                                                                  .record = options.record});
   missed = nothing_missed();
+  if (options.train && model->spec().config.experts.count != 0) expert_places.emplace(model->spec(), plan.packed);
   rows_waiting.assign(plan.layout->chunks().size(), false);
   if (has_experts_on_demand(model->spec()))
     visits = std::make_unique<swap::VisitPlanner>(*plan.layout, plan.arrangement);

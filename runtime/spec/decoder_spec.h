@@ -73,6 +73,7 @@ struct ExpertsSpec {
   // are taken; no expert of another group is chosen.
   std::int64_t groups = 1, groups_taken = 1;
   double scale = 1;         // of the weights
+  double balance = 0;       // times what the load-balancing loss adds to that of the tokens (models/router_balance.h)
   bool rounded = true;      // weights are rounded to the model's type
   bool biases = false;      // of the router's product and of those of the experts
   bool transposed = false;  // how the experts' matrices are stacked (DecoderNames)

@@ -14,6 +14,7 @@ namespace {
 
 struct Defaults {
   std::int64_t count = 0, per_token = 0, width = 0;  // width 0: intermediate_size
+  double balance = 0.001;                            // router_aux_loss_coef
 };
 
 // transformers calls their number otherwise by its version, in one class.
@@ -35,9 +36,8 @@ void read_experts(const JsonFields& fields, ModelConfig& c, const Defaults& defa
     fields.fail("num_experts_per_tok", fmt::format("is {}, more than the {} experts", e.per_token, e.count));
   e.width = defaults.width == 0 ? c.intermediate_size
                                 : fields.integer_or("moe_intermediate_size", defaults.width, 1, limits::intermediate);
-  // It would add the router's own loss to that of the tokens.
-  require(fields, "output_router_logits", false, false);
-  fields.know({"router_aux_loss_coef"});
+  const double balance = fields.number_or("router_aux_loss_coef", defaults.balance, 0.0, 1e6);
+  if (fields.boolean_or("output_router_logits", false)) e.balance = balance;
   if (c.layer_specs.empty()) c.layer_specs.resize(static_cast<std::size_t>(c.layers));
   for (LayerSpec& layer : c.layer_specs) layer.experts = true;
 }
@@ -95,7 +95,7 @@ void read_qwen3_moe(const JsonFields& fields, ModelConfig& c) {
 void read_olmoe(const JsonFields& fields, ModelConfig& c) {
   read_llama(fields, c);
   c.norm_eps = fields.number_or("rms_norm_eps", 1e-5, 0.0, 1.0);
-  read_experts(fields, c, {.count = 64, .per_token = 8});
+  read_experts(fields, c, {.count = 64, .per_token = 8, .balance = 0.01});
   c.experts.normalised = fields.boolean_or("norm_topk_prob", false);
   c.qk_norm = QkNorm::whole;
   if (fields.find("clip_qkv") != nullptr) fields.fail("clip_qkv", "is not supported");
@@ -116,6 +116,7 @@ void read_glm4_moe(const JsonFields& fields, ModelConfig& c) {
   read_experts(fields, c, {.count = 128, .per_token = 8, .width = 1408});
   ExpertsSpec& e = c.experts;
   e.sigmoid = e.corrected = true;
+  e.balance = 0;  // output_router_logits adds no loss in its class
   e.rounded = false;
   e.normalised = fields.boolean_or("norm_topk_prob", true);
   e.scale = fields.number_or("routed_scaling_factor", 1.0, 1e-6, 1e6);

@@ -3,6 +3,7 @@
 // the next.
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -43,6 +44,12 @@ class OptimizerWork final : public ChunkWork {
   }
   std::uint64_t due_deferred() const { return due_deferred_; }
   std::uint64_t caught_up() const { return caught_up_; }  // chunks
+  // Says where gradients of this step are zeros, for zero_gradient(). The lane that moves them calls it.
+  using Zeros = std::function<std::vector<swap::ElementRange>(const swap::Chunk& chunk)>;
+  void set_zeros(Zeros zeros) { zeros_ = std::move(zeros); }
+  std::vector<swap::ElementRange> zero_gradient(const swap::Chunk& chunk) const override {
+    return zeros_ ? zeros_(chunk) : std::vector<swap::ElementRange>{};
+  }
   // The progress for the commit that runs beside this step: that of the step before.
   void set_progress(std::string progress) { progress_ = std::move(progress); }
   std::string progress() const override { return progress_; }
@@ -71,6 +78,7 @@ class OptimizerWork final : public ChunkWork {
   const optim::AdamWParams params_, deferred_params_;
   const float weight_decay_;
   std::string progress_;
+  Zeros zeros_;
   std::atomic<bool> skip_ = false;
   std::uint64_t due_deferred_ = 0;
   std::optional<MissedUpdates> missed_;

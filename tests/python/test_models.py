@@ -75,6 +75,9 @@ def gpt_oss(**more):
     return transformers.GptOssConfig(**SMALL, head_dim=16, sliding_window=9, swiglu_limit=0.5, rope_parameters=yarn(truncate=False), **more)
 
 
+# So large that the router's gradient is mostly that of the load-balancing loss.
+BALANCED = dict(output_router_logits=True, router_aux_loss_coef=3.0)
+
 CONFIGS = {
     "llama2": lambda: transformers.LlamaConfig(**{**SMALL, "num_key_value_heads": 4}),
     "llama3": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=llama3_rope()),
@@ -138,6 +141,13 @@ CONFIGS = {
     "glm4_moe_all": lambda: transformers.Glm4MoeConfig(**SMALL, head_dim=16, n_routed_experts=3, num_experts_per_tok=3, moe_intermediate_size=48, n_shared_experts=2, norm_topk_prob=False, attention_bias=True),
     "gpt_oss": lambda: gpt_oss(num_local_experts=4, num_experts_per_tok=2),
     "gpt_oss_all": lambda: gpt_oss(num_local_experts=3, num_experts_per_tok=3),
+    "mixtral_balanced": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, **BALANCED),
+    "qwen2_moe_balanced": lambda: transformers.Qwen2MoeConfig(**SMALL, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, shared_expert_intermediate_size=80, **BALANCED),
+    "qwen3_moe_balanced": lambda: transformers.Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1], **BALANCED),
+    "olmoe_balanced": lambda: transformers.OlmoeConfig(**SMALL, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True, output_router_logits=True),
+    "granitemoe_balanced": lambda: transformers.GraniteMoeConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, residual_multiplier=0.4, **BALANCED),
+    "gpt_oss_balanced": lambda: gpt_oss(num_local_experts=4, num_experts_per_tok=2, **BALANCED),
+    "glm4_moe_no_balance": lambda: transformers.Glm4MoeConfig(**SMALL, head_dim=16, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, output_router_logits=True),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
     "gpt2_untied": lambda: transformers.GPT2Config(**GPT2, tie_word_embeddings=False),
     "opt": lambda: transformers.OPTConfig(**OPT),
@@ -169,13 +179,28 @@ def tokens():
 
 
 def reference(model, ids, labels):
-    """(loss of each token, tensors): gradients of the mean loss by name, and logits [tokens, vocab]."""
+    """(loss of each token, tensors): gradients of what mean_loss() says by name, and logits [tokens, vocab]."""
     model.zero_grad()
-    logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+    out = model(input_ids=ids, use_cache=False)
+    logits = out.logits.flatten(0, 1)
     losses = torch.nn.functional.cross_entropy(logits.float(), labels.flatten(), reduction="none")
-    (losses.sum() / (labels >= 0).sum()).backward()
+    (losses.sum() / (labels >= 0).sum() + balance(model, out)).backward()
     tensors = {name: weight.grad.float().clone() for name, weight in model.named_parameters()}
     return losses.detach(), {**tensors, "logits": logits.detach().float()}
+
+
+def balance(model, out):
+    """What transformers adds to the loss of the tokens."""
+    aux = getattr(out, "aux_loss", None)
+    return 0.0 if aux is None else model.config.router_aux_loss_coef * aux
+
+
+def mean_loss(model, ids, labels, losses):
+    mean = losses.sum().item() / (labels >= 0).sum().item()
+    if not getattr(model.config, "output_router_logits", False):
+        return mean
+    with torch.no_grad():
+        return mean + float(balance(model, model(input_ids=ids, use_cache=False)))
 
 
 def as_saved(model, tensors, folder):
@@ -228,7 +253,8 @@ def luck(tensor):
 
 # A token near the edge between two experts goes to the other one for an error of rounding: in bf16 nothing can be compared. Those
 # that call all experts for every token are.
-CHOOSES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "gpt_oss"]
+CHOOSES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "gpt_oss", "glm4_moe_no_balance"]
+CHOOSES += [family for family in CONFIGS if family.endswith("_balanced")]
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -236,11 +262,11 @@ def test_parity(family, tmp_path):
     model, folder = saved(family, tmp_path, seed=11)
     ids, labels = tokens()
     exact_losses, exact = reference_as_saved(model, ids, labels, tmp_path / "exact")
-    counted = (labels >= 0).sum().item()
+    mean, counted = mean_loss(model, ids, labels, exact_losses), (labels >= 0).sum().item()
 
     loss, losses, ours = probe(folder, ids, labels, "f32", tmp_path / "f32")
     assert ours.keys() == exact.keys()
-    assert loss == pytest.approx(exact_losses.sum().item() / counted, rel=1e-5)
+    assert loss == pytest.approx(mean, rel=1e-5)
     torch.testing.assert_close(losses.float(), exact_losses, rtol=1e-4, atol=1e-4)
     for name, tensor in exact.items():
         if name.endswith("k_proj.bias") and tensor.norm() < 1e-5:
@@ -303,7 +329,7 @@ def test_parity_in_tiles(family, tmp_path):
     model, folder = saved(family, tmp_path, seed=12)
     ids, labels = tokens()
     exact_losses, exact = reference_as_saved(model, ids, labels, tmp_path / "exact")
-    mean = exact_losses.sum().item() / (labels >= 0).sum().item()
+    mean = mean_loss(model, ids, labels, exact_losses)
     _, bf16 = reference_as_saved(model.bfloat16(), ids, labels, tmp_path / "exact_bf16")
     del exact["logits"]
     for dtype, close in [("f32", 1e-5), ("bf16", 2e-3)][: 1 if family in CHOOSES else 2]:

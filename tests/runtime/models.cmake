@@ -11,6 +11,7 @@ add_executable(models_test
   models/launches_test.cpp
   models/ops_test.cpp
   models/pairs_test.cpp
+  models/router_balance_test.cpp
   models/router_test.cpp
   models/row_lanes_test.cpp
   models/step_test.cpp

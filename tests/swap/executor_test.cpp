@@ -183,6 +183,21 @@ TEST(Executor, GradientsAreRoundedInSlotsOfTheDevice) {
       EXPECT_TRUE(equals_plain_loop(with, 4, 3));
     }
 }
+// The copy is left out, and so is the storing of a chunk that has nothing else; the update finds zeros.
+TEST(Executor, GradientsThatAreZerosDoNotMove) {
+  for (const std::uint64_t chaos : {0, 4})
+    for (const bool staged : {true, false})
+      for (const bool rounds_first : {true, false}) {
+        Case with{.host = 1200 * 1024, .device = 4 * kMiB, .staged = staged, .chaos = chaos};
+        with.rounds_first = rounds_first;
+        with.zeros = true;
+        EXPECT_TRUE(equals_plain_loop(with, 4, 3));
+        with.async = true;
+        EXPECT_TRUE(equals_plain_loop(with, 4, 3));
+        with.host = 200 * kMiB;
+        EXPECT_TRUE(equals_plain_loop(with, 3, 3));
+      }
+}
 // As on a GPU: the client leaves each computation long before it is done.
 TEST(Executor, TheHostRunsAhead) {
   for (const std::uint64_t chaos : {0, 4})

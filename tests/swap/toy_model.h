@@ -84,7 +84,12 @@ inline std::uint64_t toy_forward(std::uint64_t carry, std::span<const std::uint1
   return mix(carry, words.back());
 }
 
-inline Reference run_reference(const Toy& toy, const Layout& layout, int steps, int micro_batches) {
+// Where a client that knows of zeros has some: in all of a block, in half of another one.
+inline bool is_zero(int unit, std::uint64_t element) {
+  return unit == 1 || (unit == 2 && element / 10000 % 2 == 0);
+}
+
+inline Reference run_reference(const Toy& toy, const Layout& layout, int steps, int micro_batches, bool zeros = false) {
   Reference reference;
   for (int unit = 0; unit < static_cast<int>(toy.units.size()); ++unit) {
     reference.words.emplace_back(layout.unit_elements(unit));
@@ -111,7 +116,9 @@ inline Reference run_reference(const Toy& toy, const Layout& layout, int steps, 
     }
     for (std::size_t unit = 0; unit < gradients.size(); ++unit)
       for (std::size_t i = 0; i < gradients[unit].size(); ++i)
-        toy_update(reference.words[unit][i], to_bf16(gradients[unit][i]), reference.state[unit][i]);
+        toy_update(reference.words[unit][i],
+                   zeros && is_zero(static_cast<int>(unit), i) ? std::uint16_t{0} : to_bf16(gradients[unit][i]),
+                   reference.state[unit][i]);
   }
   return reference;
 }
@@ -158,6 +165,15 @@ class ToyWork final : public HostWork {
     ++on_device;
     return device.synchronize(device.record(StreamId::update));
   }
+  std::vector<ElementRange> zero_gradient(const Chunk& chunk) const override {
+    std::vector<ElementRange> ranges;
+    for (std::uint64_t i = 0; zeros && i < chunk.elements; ++i) {
+      if (!is_zero(chunk.unit, chunk.first + i)) continue;
+      if (ranges.empty() || ranges.back().end != i) ranges.push_back({i, i});
+      ++ranges.back().end;
+    }
+    return ranges;
+  }
   std::string progress() const override {
     if (before_commit) before_commit();
     return std::to_string(after_steps >= 0 ? after_steps : ++commits);
@@ -165,6 +181,7 @@ class ToyWork final : public HostWork {
   int after_steps = -1;  // that what is committed is the state of; -1: of one more each time
   int measured = 0, updated = 0, on_device = 0;
   int found = 0, found_otherwise = 0;  // gradients that were measured on their way; and not as they are
+  bool zeros = false;                  // what is_zero() is
   mutable int commits = 0;             // each step's, as a task of the next one
   std::function<void()> before_commit;
 

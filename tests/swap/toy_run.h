@@ -51,6 +51,7 @@ struct Case {
   bool rounds_first = false;     // gradients, in slots of the device
   bool measures_there = false;   // and they are measured there
   bool keeps_state = false;      // on the device, where it has room
+  bool zeros = false;            // the client knows of gradients that are zeros, though the device has others there
   std::optional<StreamId> deaf;  // a stream of the device that waits for nothing
 };
 
@@ -101,6 +102,7 @@ class Run {
     ASSERT_TRUE(executor.ok()) << executor.error().message();
     executor_ = std::move(executor).value();
     planner_ = std::make_unique<Planner>(layout_, arrangement_);
+    work_->zeros = case_.zeros;
     for (int id = 0; id < static_cast<int>(layout_.chunks().size()); ++id) {
       const Chunk& chunk = layout_.chunks()[id];
       ASSERT_OK(executor_->access(ExtentKind::hi, id, true, [&](std::span<std::byte> bytes) {
@@ -224,6 +226,7 @@ class Run {
   const Layout& layout() const { return layout_; }
   const Arrangement& arrangement() const { return arrangement_; }
   ToyWork& work() { return *work_; }
+  LaneCounters lane(Lane lane) const { return executor_->counters()[static_cast<std::size_t>(lane)]; }
   Store& store() { return *store_; }
   std::filesystem::path file() const { return folder_.path() / "state.tfv"; }
   std::function<void(Plan&)> mutate;
@@ -329,7 +332,18 @@ inline bool equals_plain_loop(const Case& with, int blocks, int steps, std::func
     EXPECT_NEAR(run.deferred_chunks(), with.deferred * chunks, 0.15 * chunks);
   }
   bool equal = false;
-  run.compare(run_reference(toy, run.layout(), steps, with.micro_batches), equal);
+  run.compare(run_reference(toy, run.layout(), steps, with.micro_batches, with.zeros), equal);
+  std::uint64_t zeros = 0;
+  for (int unit = 0; with.zeros && unit < static_cast<int>(toy.units.size()); ++unit)
+    for (std::uint64_t i = 0; i < run.layout().unit_elements(unit); ++i) zeros += is_zero(unit, i) ? 1 : 0;
+  EXPECT_EQ(run.lane(Lane::download).left_out, word_bytes(zeros) * static_cast<std::uint64_t>(steps));
+  std::uint64_t stored = 0;  // of what is staged beside RAM, the chunks that are zeros alone
+  for (const Chunk& chunk : run.layout().chunks())
+    if (with.zeros && chunk.unit == 1 && run.arrangement().deferred[chunk.id] &&
+        !run.arrangement().gradient_resident[chunk.id])
+      stored += chunk.word_bytes();
+  for (const Lane lane : {Lane::disk_write, Lane::disk_read})
+    EXPECT_EQ(run.lane(lane).left_out, stored * static_cast<std::uint64_t>(steps));
   EXPECT_GE(run.swapped, with.fewest_swapped);
   return equal;
 }

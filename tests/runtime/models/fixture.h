@@ -67,6 +67,9 @@ inline std::vector<Case> cases(const std::string& dropout = "0.0") {
       {"starcoder2_dropout", llama_json("Starcoder2ForCausalLM", R"(, "residual_dropout": )" + dropout +
                                                                      R"(, "embedding_dropout": )" + dropout)},
       {"mixtral", llama_json("MixtralForCausalLM", R"(, "num_local_experts": 4, "num_experts_per_tok": 2)", 24)},
+      {"mixtral_balanced", llama_json("MixtralForCausalLM", R"(, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "output_router_logits": true, "router_aux_loss_coef": 0.5)",
+                                      24)},
       {"qwen2_moe", llama_json("Qwen2MoeForCausalLM", R"(, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16)")},
       {"granite_moe", llama_json("GraniteMoeForCausalLM", R"(, "num_local_experts": 3, "num_experts_per_tok": 2,

@@ -76,7 +76,7 @@ int run(int count, char** arguments) {
     }
   }
   std::cout.precision(17);
-  std::cout << loss * scale << "\n";
+  std::cout << loss * scale + m.aux_loss() << "\n";
   std::filesystem::create_directories(out);
   if (tiled) {
     write_tensors(out, tensors);

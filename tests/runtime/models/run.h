@@ -2,6 +2,8 @@
 // A model run whole with all weights resident: what the stages of LayeredModel add up to.
 #include <torch/torch.h>
 
+#include <functional>
+#include <utility>
 #include <vector>
 
 #include "runtime/models/layered_model.h"
@@ -12,6 +14,7 @@ struct ResidentModel {
   std::unique_ptr<LayeredModel> model;
   std::vector<Weights> units;                         // of each unit
   std::vector<std::vector<torch::Tensor>> gradients;  // fp32 (fp64 beside fp64 weights), the same shapes
+  models::RouterLoads loads;                          // with the load-balancing loss: of forward_backward()'s tokens
 
   ResidentModel(const ModelSpec& spec, torch::ScalarType type) : model(make_model(spec)) {
     const auto sum = type == torch::kDouble ? torch::kDouble : torch::kFloat;
@@ -57,21 +60,33 @@ struct ResidentModel {
   }
 
   // The carries into the blocks and the head, stage by stage; element s is the input of stage s.
-  std::vector<Carry> forward(const Shared& shared, bool training, std::uint64_t seed = 0) const {
+  std::vector<Carry> forward(
+      const Shared& shared, bool training, std::uint64_t seed = 0, const std::function<void()>& passed = [] {}) const {
     const torch::NoGradGuard no_grad;
     std::vector<Carry> inputs = {{}};
     for (int stage = 0; stage + 1 < stages(); ++stage) {
       torch::manual_seed(seed + static_cast<std::uint64_t>(stage));
       inputs.push_back(model->forward(stage, bind(stage, units), inputs.back(), shared, training));
+      passed();
     }
     return inputs;
   }
 
-  // Adds the gradients of scale * (sum of the losses); returns that sum.
+  double aux_loss() const { return spec().config.experts.balance * loads.loss(); }
+
+  // Adds the gradients of scale * (sum of the losses) + aux_loss(); returns that sum.
   double forward_backward(const MicroBatch& batch, const models::TokenScale& scale, bool training = true,
                           std::uint64_t seed = 0) {
-    const Shared shared = model->share(batch, torch::kCPU);
-    const std::vector<Carry> inputs = forward(shared, training, seed);
+    Shared shared = model->share(batch, torch::kCPU);
+    models::RouterBalance balance{.parts = {{.begin = 0, .length = batch.ids.numel()}}, .found = {{}}};
+    const double coefficient = spec().config.experts.balance;
+    if (coefficient != 0) shared.watch.balance = &balance;
+    loads = {};
+    const std::vector<Carry> inputs = forward(shared, training, seed, [&] {
+      if (const models::RouterLoads layer = std::exchange(balance.found[0], {}); !layer.chosen.empty())
+        loads.add(layer);
+    });
+    balance.gradients = {loads.gradient(coefficient)};
     const int last = stages() - 1;
     HeadResult head =
         model->head_loss_and_backward(bind(last, units), bind(last, gradients), inputs.back(), shared, scale);

@@ -67,6 +67,22 @@ TEST(ExpertFamilies, TakeTheirNumberByAnyOfItsNamesAndByOneAlone) {
   refused({"num_experts_per_tok", "is 9, more than the 8 experts"}, "MixtralForCausalLM", {{"num_experts_per_tok", 9}});
 }
 
+// Only where its config asks for it; without a coefficient that of its class.
+TEST(ExpertFamilies, TrainWithTheLoadBalancingLossThatTheyAskFor) {
+  for (const char* name : {"MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "GraniteMoeForCausalLM",
+                           "OlmoeForCausalLM", "Glm4MoeForCausalLM"}) {
+    const bool glm = std::string_view(name) == "Glm4MoeForCausalLM",
+               olmoe = std::string_view(name) == "OlmoeForCausalLM";
+    EXPECT_EQ(read(name, {{"router_aux_loss_coef", 0.5}}).experts.balance, 0) << name;
+    EXPECT_EQ(read(name, {{"output_router_logits", true}}).experts.balance, glm ? 0 : olmoe ? 0.01 : 0.001) << name;
+    EXPECT_EQ(read(name, {{"output_router_logits", true}, {"router_aux_loss_coef", 0.5}}).experts.balance,
+              glm ? 0 : 0.5)
+        << name;
+    refused({"router_aux_loss_coef"}, name, {{"router_aux_loss_coef", -0.5}});
+    refused({"output_router_logits"}, name, {{"output_router_logits", 1}});
+  }
+}
+
 TEST(ExpertFamilies, OfQwenMayHaveDenseLayers) {
   for (const char* name : {"Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"}) {
     EXPECT_EQ(sparse(read(name, {{"decoder_sparse_step", 2}})), (std::vector<bool>{false, true, false}));
@@ -77,7 +93,6 @@ TEST(ExpertFamilies, OfQwenMayHaveDenseLayers) {
     refused({"mlp_only_layers", "none of the layers 0 to 2"}, name, {{"mlp_only_layers", {-1}}});
     refused({"mlp_only_layers", "must be a list"}, name, {{"mlp_only_layers", 1}});
     refused({"use_sliding_window"}, name, {{"use_sliding_window", true}});
-    refused({"output_router_logits"}, name, {{"output_router_logits", true}});
   }
   EXPECT_TRUE(read("Qwen2MoeForCausalLM").qkv_bias);
   EXPECT_FALSE(read("Qwen2MoeForCausalLM", {{"qkv_bias", false}}).qkv_bias);

@@ -104,6 +104,7 @@ void add(Words& words, const ExpertsSpec& e) {
   words["experts.groups"] = text(e.groups);
   words["experts.groups_taken"] = text(e.groups_taken);
   words["experts.scale"] = text(e.scale);
+  words["experts.balance"] = text(e.balance);
   words["experts.rounded"] = text(e.rounded);
   words["experts.biases"] = text(e.biases);
   words["experts.transposed"] = text(e.transposed);

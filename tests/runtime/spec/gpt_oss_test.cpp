@@ -149,7 +149,7 @@ TEST(GptOss, BiasesOfExpertsKeepBf16) {
 
 TEST(GptOss, WhatItCannotDoIsRefused) {
   for (const auto& [field, value] : std::map<std::string, Json>{
-           {"output_router_logits", true}, {"num_experts_per_tok", 129}, {"swiglu_limit", 0}, {"swiglu_alpha", -1}}) {
+           {"router_aux_loss_coef", -1}, {"num_experts_per_tok", 129}, {"swiglu_limit", 0}, {"swiglu_alpha", -1}}) {
     Json config = published();
     config[field] = value;
     testing::expect_refusal(io::ErrorKind::input, {field}, [&] { parse(config); });

@@ -419,7 +419,7 @@ TEST(ModelSpec, ExpertsAreStagesOfSomeWhereALayerIsLarge) {
                                                                 {"num_experts", 0},
                                                                 {"mlp_only_layers", {7}},
                                                                 {"num_local_experts", 4},
-                                                                {"output_router_logits", true},
+                                                                {"router_aux_loss_coef", -1},
                                                                 {"use_sliding_window", true}})
     expect_refusal(io::ErrorKind::input, {field},
                    [&, field = field, value = value] { parse_model_spec(with(config, field, value).dump(), "c"); });
