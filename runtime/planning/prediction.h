@@ -31,8 +31,9 @@ struct Prediction {
 struct Placement {
   SessionPlan plan;  // with these choices
   Prediction prediction;
-  double step_seconds_without_swaps = 0;  // no swaps, only mandatory deferral, no update on the device
-  double step_seconds_plain_updates = 0;  // swaps as in `plan`; only mandatory deferral, no update on the device
+  // No swaps, only mandatory deferral, no update on the device but of state that stays there.
+  double step_seconds_without_swaps = 0;
+  double step_seconds_plain_updates = 0;  // the same with the swaps of `plan`
   // Where it clips: a speculative step, as others come before and after it; nothing where there can be none. The
   // prediction is of staged steps.
   std::optional<double> step_seconds_speculative;
