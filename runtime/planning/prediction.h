@@ -31,8 +31,9 @@ struct Prediction {
 struct Placement {
   SessionPlan plan;  // with these choices
   Prediction prediction;
-  double step_seconds_without_swaps = 0;  // no swaps, only mandatory deferral, no update on the device
-  double step_seconds_plain_updates = 0;  // swaps as in `plan`; only mandatory deferral, no update on the device
+  // No swaps, only mandatory deferral, no update on the device except of state that stays there.
+  double step_seconds_without_swaps = 0;
+  double step_seconds_plain_updates = 0;  // the same with the swaps of `plan`
   // With clipping: a speculative step between others; nothing if there can be none. `prediction` is of staged steps.
   std::optional<double> step_seconds_speculative;
   std::string staged_because;  // why no step is speculative; empty if some may be, and without clipping

@@ -31,7 +31,8 @@ std::string why_staged(const SessionPlan& plan, const ModelSpec& spec) {
   const std::uint64_t staged = writes.update + writes.activations + writes.gradients;
   if (plan.commit_every != 1 && writes.commit > writes.gradients + staged / kMoreWritten)
     return "speculative steps would write " + human_bytes(writes.commit) +
-           " of what RAM holds to storage, staged ones write " + human_bytes(writes.gradients) + " of gradients";
+           " of what RAM and the device hold to storage, staged ones write " + human_bytes(writes.gradients) +
+           " of gradients";
   return {};
 }
 

