@@ -32,8 +32,7 @@ def test_load_balancing_loss_of_a_step(family, tmp_path):
         with tierflow.Session(tmp_path / "model", tierflow.Budget(device="64MiB", host="64MiB"), micro_batch=2, micro_batches=3, sequence_length=40) as session:
             found.append(session.step(given, 1e-3))
     ours, unmasked = found
-    assert ours["aux_loss"] == pytest.approx(aux, rel=1e-2)
-    assert ours["loss"] == pytest.approx(loss, rel=5e-3)
-    assert ours["grad_norm"] == pytest.approx(norm, rel=0.1)
+    assert ours["aux_loss"] == pytest.approx(aux, rel=5e-3)
+    assert ours["loss"] == pytest.approx(loss, rel=3e-3)
+    assert ours["grad_norm"] == pytest.approx(norm, rel=3e-2)
     assert abs(unmasked["aux_loss"] - ours["aux_loss"]) > 1e-4
-    print(family, ours["aux_loss"], aux, ours["loss"], loss, ours["grad_norm"], norm)
