@@ -82,8 +82,8 @@ Model from_config(const ModelSpec& spec, std::uint64_t seed);
 // `base` with low-rank adapters (spec/adapters.h). Only the adapters are trained; the base is never written. `seed`
 // decides the adapters' first values, unless config.init computes them from the base's weights. With
 // AdapterInit::galore the base is trained, and the result is the whole model. Layers of one's own (layers.h) have
-// adapters beside each tierflow::Linear that is named, in all layers but the last; where none is named, beside all of
-// these. Throws Exception (kind usage): numbers out of range, names that fit no layer or another module.
+// adapters beside each tierflow::Linear that is named; where none is named, beside all but those of the last layer.
+// Throws Exception (kind usage): numbers out of range, names that fit no layer or another module.
 Model with_adapters(const Model& base, const AdapterConfig& config, std::uint64_t seed);
 // The same with the adapters of PEFT's folder. Throws Exception (kind input) where they are not the model's.
 Model with_adapters(const Model& base, const std::filesystem::path& adapter);
@@ -156,6 +156,8 @@ class Session {
   // A window: what the last window trained is added to the weights' masters, each written once, and new projectors
   // replace the old ones. If the gradient is not finite, nothing changes and step() may be called. If device memory
   // runs out (kind memory), the session stays intact.
+  // If a signal asks the process for an end meanwhile (base/signals.h), the rest is not computed, and nothing changes:
+  // waits_for_gradient() stays true.
   // Commits where steps are committed. Throws Exception (kind usage) if nothing waits for a gradient.
   void begin_with_gradient(const std::vector<MicroBatch>& batches);
   // Loss and accuracy over the micro-batches, forward only.
