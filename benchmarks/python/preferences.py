@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """What a preference loss costs beside another: bytes of the base that a DPO step with LoRA reads from storage over those of a step of cross-entropy with the same tokens, whose reference is
-computed in the visits of the step (goal 1.0); and how fast the pass is that computes references for full fine-tuning, beside a plain evaluation of the same tokens (goal 0.95). One JSON line each.
+computed in the visits of the step (goal 1.0); and how fast the pass is that computes references for full fine-tuning, beside a plain evaluation of the same tokens (goal 0.95), in wall and in
+processor seconds. One JSON line each.
 
     PYTHONPATH=build/python .venv/bin/python benchmarks/python/preferences.py --storage DIR [--config benchmarks/step/llama-152m.json] [--rounds 3]
 
@@ -49,16 +50,20 @@ def bytes_read(args, base, folder, pairs):
     return statistics.median(read[1:]), statistics.median(seconds[1:])
 
 
-def pass_seconds(args, base, folder, pairs):
-    """Of a pass over so many micro-batches as a step has: what is computed of each token, and what is read of the weights, are the same."""
-    with session(args, base, folder, pairs) as model:
-        seconds = []
-        for number in range(args.rounds + 1):
-            given = batches(args, number, pairs)
-            begun = time.monotonic()
-            model.evaluate(given)
-            seconds.append(time.monotonic() - begun)
-    return statistics.median(seconds[1:])
+def pass_costs(args, base, folder):
+    """Of a reference pass and of a plain evaluation, in turn, over so many micro-batches as a step has: wall seconds, processor seconds, and bytes read and uploaded.
+    What is computed of each token, and what is read of the weights, are the same. Medians; the first pass of each session does not count."""
+    found: dict[bool, list[tuple[float, float, int]]] = {True: [], False: []}
+    for number in range(args.rounds):
+        for pairs in (True, False):
+            with session(args, base, folder, pairs) as model:
+                model.evaluate(batches(args, number, pairs))
+                for _ in range(3):
+                    moved, begun = model.bytes_moved(), (time.monotonic(), time.process_time())
+                    model.evaluate(batches(args, number, pairs))
+                    seconds, after = (time.monotonic() - begun[0], time.process_time() - begun[1]), model.bytes_moved()
+                    found[pairs].append((*seconds, sum(after[lane] - moved[lane] for lane in ("disk_read", "upload"))))
+    return ([statistics.median(column) for column in zip(*found[pairs])] for pairs in (True, False))
 
 
 def main():
@@ -81,8 +86,10 @@ def main():
         (dpo, dpo_s), (plain, plain_s) = (bytes_read(args, base, pathlib.Path(work) / "state", pairs) for pairs in (True, False))
         print(json.dumps({"read_by_dpo": dpo, "read_by_cross_entropy": plain, "ratio": round(dpo / plain, 4), "step_seconds_ratio": round(dpo_s / plain_s, 3)}), flush=True)
         args.host_memory = args.full_host_memory or args.host_memory
-        reference, own = (pass_seconds(args, base, pathlib.Path(work) / "state", pairs) for pairs in (True, False))
-        print(json.dumps({"reference_pass_s": round(reference, 4), "evaluation_s": round(own, 4), "speed_ratio": round(own / reference, 3)}), flush=True)
+        (reference, reference_cpu, reference_bytes), (own, own_cpu, own_bytes) = pass_costs(args, base, pathlib.Path(work) / "state")
+        print(json.dumps({"reference_pass_s": round(reference, 4), "evaluation_s": round(own, 4), "speed_ratio": round(own / reference, 3),
+                          "reference_pass_cpu_s": round(reference_cpu, 4), "evaluation_cpu_s": round(own_cpu, 4), "cpu_ratio": round(own_cpu / reference_cpu, 3),
+                          "reference_pass_moved": reference_bytes, "evaluation_moved": own_bytes}), flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ class Training {
     while (!out_of_memory && step < steps_ && stop_signal() == 0 && !too_many_skipped() && !held_out_.stops_early() &&
            !(at_limit = next_step_passes_limit()))
       out_of_memory = !within_memory(step, [&] {
-        train_step(step);
+        if (!train_step(step)) return;
         ++step;
         held_out_.remember(*session_);
         trace_.end_step(step, *session_, result_.prediction);
@@ -303,12 +303,16 @@ class Training {
     return batches;
   }
 
-  void begin_window(std::int64_t step, const std::vector<MicroBatch>& batches) {
+  // False: a signal came before the projections were made, and nothing has changed.
+  bool begin_window(std::int64_t step, const std::vector<MicroBatch>& batches) {
     const auto begun = std::chrono::steady_clock::now();
     const std::uint64_t before = session_->bytes_written();
     session_->begin_with_gradient(batches);
-    if (session_->waits_for_gradient())
-      return log_.say(fmt::format("the gradient of step {} is not finite: no projections are made of it", step + 1));
+    if (session_->waits_for_gradient()) {
+      if (stop_signal() != 0) return false;
+      log_.say(fmt::format("the gradient of step {} is not finite: no projections are made of it", step + 1));
+      return true;
+    }
     const double seconds = seconds_since(begun);
     log_.say(fmt::format("projections for steps {} to {}: of the gradient of step {}, {:.1f} s", step + 1,
                          std::min(step + options_.galore.windows.steps, steps_), step + 1, seconds));
@@ -316,11 +320,13 @@ class Training {
                   {{"step", step + 1},
                    {"seconds", seconds},
                    {"tb_written", 1e-12 * static_cast<double>(session_->bytes_written() - before)}}}});
+    return true;
   }
 
-  void train_step(std::int64_t step) {
+  // False: as begin_window().
+  bool train_step(std::int64_t step) {
     const std::vector<MicroBatch> batches = batches_of(step);
-    if (session_->waits_for_gradient()) begin_window(step, batches);
+    if (session_->waits_for_gradient() && !begin_window(step, batches)) return false;
     trace_.begin_step(*session_);
     const double lr = learning_rate(options_, step, steps_);
     forecast_.begin_step(*session_);
@@ -333,6 +339,7 @@ class Training {
           fmt::format("warning: device memory ran out in step {}; computed again after caches were freed: {} stages",
                       result.step, result.computed_again));
     log_.step(result, steps_, lr, *session_);
+    return true;
   }
 
   const TrainOptions& options_;

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "optim/adamw.h"
+#include "runtime/base/signals.h"
 #include "runtime/session/session_impl.h"
 #include "runtime/spec/adapters.h"
 
@@ -54,7 +55,7 @@ void GradientInit::bind(int stage, int micro_batch, Gradients& gradients) {
 
 void GradientInit::take(int stage) {
   const std::vector<Weight> weights = weights_of(stage);
-  for (std::size_t i = 0; i < weights.size(); ++i) {
+  for (std::size_t i = 0; i < weights.size() && stop_signal() == 0; ++i) {
     if (!sums_[i].defined()) continue;
     const torch::Tensor gradient = weights[i].of.transposed ? sums_[i].t() : sums_[i];  // [out, in]
     Factors& factors = factors_[weights[i].module];
@@ -75,7 +76,8 @@ void GradientInit::read(const TensorSpec& factor, std::uint64_t first, std::span
   std::ranges::transform(std::span(words).subspan(first, values.size()), values.begin(), optim::float_from_bf16);
 }
 
-// A step whose updates are all dropped. Null where memory ran out.
+// A step whose updates are all dropped. Null where memory ran out, or a signal asked for an end: then what was still to
+// be computed was not.
 std::unique_ptr<GradientInit> Session::Impl::gradient_pass(const std::vector<MicroBatch>& batches) {
   gradient_init = std::make_unique<GradientInit>(model->spec(), options.seed, torch_device);
   std::int64_t targets = 0;
@@ -93,7 +95,11 @@ std::unique_ptr<GradientInit> Session::Impl::gradient_pass(const std::vector<Mic
   throw_if(executor().finish_updates());
   throw_if(executor().drain());
   std::unique_ptr<GradientInit> found = std::move(gradient_init);
-  return out_of_memory ? nullptr : std::move(found);
+  if (stop_signal() == 0) return out_of_memory ? nullptr : std::move(found);
+  inputs.clear();
+  kept.clear();
+  in_slot.clear();
+  return nullptr;
 }
 
 void Session::Impl::begin_with_gradient(const std::vector<MicroBatch>& batches) {
@@ -106,16 +112,17 @@ void Session::Impl::begin_with_gradient(const std::vector<MicroBatch>& batches) 
   flush();
   const std::uint64_t cap = torch_bytes();
   torch_memory.set_cap(cap + (torch_device.is_cpu() ? plan.loading : 0));
-  if (const std::unique_ptr<GradientInit> found = gradient_pass(batches); found != nullptr && windows == 0)
-    take_first_values(*found);
-  else if (found != nullptr)
-    begin_window(*found);
+  bool made = false;
+  if (const std::unique_ptr<GradientInit> found = gradient_pass(batches); found != nullptr) {
+    windows == 0 ? take_first_values(*found) : begin_window(*found);
+    made = true;
+  }
   planner->forget_weights();
   torch_memory.release_kept();
   torch_memory.set_cap(cap);
   torch_memory.reset_peak();
   if (windows == 0) throw_if_out_of_memory();
-  if (plan.commit_every != 0 && !out_of_memory) commit();
+  if (plan.commit_every != 0 && made) commit();
 }
 
 void Session::Impl::take_first_values(const GradientInit& found) {

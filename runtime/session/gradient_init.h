@@ -17,8 +17,8 @@ class GradientInit {
   // Before the backward of a stage: puts into `gradients` sums for the weights beside adapters, zeros for the first
   // micro-batch.
   void bind(int stage, int micro_batch, Gradients& gradients);
-  // After the last micro-batch of a stage: decomposes its sums. Throws as factors_of_gradient() does; may be called
-  // again then, and goes on with the sum that it had come to.
+  // After the last micro-batch of a stage: decomposes its sums, none after a signal asked for an end (base/signals.h).
+  // Throws as factors_of_gradient() does; may be called again then, and goes on with the sum that it had come to.
   void take(int stage);
   // Whether every gradient that needs a projector was finite.
   bool finite() const { return finite_; }

@@ -88,9 +88,8 @@ Model from_config(const ModelSpec& spec, std::uint64_t seed);
 // `base` with low-rank adapters (spec/adapters.h). Only the adapters are trained; the base is never written. `seed`
 // decides the adapters' first values, unless config.init computes them from the base's weights. With
 // AdapterInit::galore the base is trained, and the result is the whole model. A model of your own Layers (layers.h)
-// gets adapters beside each tierflow::Linear that is named, in all layers but the last; if none is named, beside each
-// of them. Throws Exception (kind usage) if numbers are out of range, or a name fits no layer or another kind of
-// module.
+// gets adapters beside each tierflow::Linear that is named; if none is named, beside each of them but those of the last
+// layer. Throws Exception (kind usage) if numbers are out of range, or a name fits no layer or another kind of module.
 Model with_adapters(const Model& base, const AdapterConfig& config, std::uint64_t seed);
 // The same with the adapters of a PEFT folder. Throws Exception (kind input) if they do not fit the model.
 Model with_adapters(const Model& base, const std::filesystem::path& adapter);
@@ -164,6 +163,8 @@ class Session {
   //  - A window: what the last window trained is added to the weights' masters, each written once, and new projectors
   //    replace the old ones. If the gradient is not finite, nothing changes and step() may be called. If device memory
   //    runs out (kind memory), the session stays intact.
+  // If a signal asks the process to end meanwhile (base/signals.h), the rest is not computed, and nothing changes:
+  // waits_for_gradient() stays true.
   // Commits if steps are committed. Throws Exception (kind usage) if nothing waits for a gradient.
   void begin_with_gradient(const std::vector<MicroBatch>& batches);
   // Loss and accuracy over the micro-batches, forward only.

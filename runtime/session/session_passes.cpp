@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <string_view>
 
+#include "runtime/base/signals.h"
 #include "runtime/models/adapter.h"
 #include "runtime/session/session_impl.h"
 
@@ -45,7 +46,9 @@ bool Session::Impl::starts_afresh(const swap::Entered& entered, int micro_batch)
 
 // Runs a visit's computation. Where memory runs out, caches are freed and it runs once more if it can (`repeatable`:
 // a second run leaves what a first would have); fragments that kept the first from fitting are gone then.
+// Of a pass for first values or a window nothing is computed any more once a signal asks for an end.
 void Session::Impl::compute(bool repeatable, const std::function<void()>& work) {
+  if (gradient_init != nullptr && stop_signal() != 0) return;
   for (bool again = false; !out_of_memory; again = true) {
     try {
       work();

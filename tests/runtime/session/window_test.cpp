@@ -3,11 +3,13 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <csignal>
 #include <functional>
 #include <limits>
 #include <map>
 #include <set>
 
+#include "runtime/base/signals.h"
 #include "runtime/device/device_memory.h"
 #include "runtime/session/gradient_init.h"
 #include "runtime/session/window_sum.h"
@@ -435,6 +437,70 @@ TEST(Windows, ADecompositionIsTriedAgainWithTheSameGradients) {
   const std::vector<float> expected = taken(false);
   ASSERT_FALSE(expected.empty());
   EXPECT_TRUE(taken(true) == expected);
+}
+
+TEST(Windows, NoGradientIsDecomposedAfterASignal) {
+  const Model model = projected(case_called("llama"));
+  const ModelSpec& spec = model.spec();
+  GradientInit found(spec, 7, torch::kCPU);
+  Gradients gradients(spec.units[static_cast<std::size_t>(spec.stages[1].units.front())].tensors.size());
+  found.bind(1, 0, gradients);
+  const TensorSpec* factor = nullptr;
+  for (const TensorSpec& tensor : spec.units[static_cast<std::size_t>(spec.stages[1].units.front())].tensors)
+    if (is_adapter(tensor) && !tensor.trainable) factor = &tensor;
+  ASSERT_NE(factor, nullptr);
+  std::vector<float> values(static_cast<std::size_t>(factor->elements()));
+  watch_signals();
+  std::raise(SIGTERM);
+  found.take(1);
+  EXPECT_THROW(found.read(*factor, 0, values), std::out_of_range);
+  watch_signals();  // forgets the signal
+  found.take(1);
+  found.read(*factor, 0, values);
+}
+
+// That gets a signal in the call of this number, and counts its calls. The first two of a pass make tables.
+struct StoppedModel : ForwardingModel {
+  using ForwardingModel::ForwardingModel;
+  void called() const override {
+    if (++calls == stops_at) std::raise(SIGTERM);
+  }
+  mutable int calls = 0;
+  int stops_at = 0;
+};
+
+// Wherever in the pass the signal comes, nothing is computed any more, and nothing has changed: who goes on, goes on as
+// if there had been none.
+TEST(Windows, ASignalWhileOneBeginsIsHeededAndLosesNothing) {
+  const Model model = projected(case_called("llama"));
+  const Steps expected = trained(model, resident(2));
+  const Folder folder;
+  const SessionOptions small = little(model, resident(2), folder);
+  for (const SessionOptions& options : {resident(2), small}) {
+    watch_signals();
+    const auto stopped = std::make_shared<StoppedModel>(make_model(model.spec()));
+    Session session({stopped, model.weights}, options);
+    Steps run;
+    train(session, 2, run);
+    const int before = stopped->calls;
+    session.begin_with_gradient(batches(2, 2));
+    const int all = stopped->calls - before;
+    for (; session.steps() < 4;) step(session, run);
+    ASSERT_TRUE(session.waits_for_gradient());
+    const std::vector<std::vector<float>> masters = masters_of(session);
+    for (const int at : {3, all / 3, 2 * all / 3, all}) {
+      stopped->calls = 0;
+      stopped->stops_at = at;
+      session.begin_with_gradient(batches(2, 4));
+      EXPECT_EQ(stopped->calls, at) << "of " << all;
+      EXPECT_TRUE(session.waits_for_gradient());
+      EXPECT_TRUE(masters_of(session) == masters);
+      watch_signals();  // forgets the signal
+    }
+    train(session, kSteps, run);
+    EXPECT_EQ(run.losses, expected.losses);
+    EXPECT_TRUE(run.masters == expected.masters);
+  }
 }
 
 // Whose gradients are no numbers while it is broken.
