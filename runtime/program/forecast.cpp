@@ -81,8 +81,8 @@ void Forecast::predict_steps(const Session& session, const SessionOptions& optio
   summary.prediction = predict(session.plan(), rates_of(spec_, *profile_), kTracedSteps);
   summary.predicted_memory = predicted_memory(session.plan(), options, spec_, profile_->model);
   const double tokens = static_cast<double>(options.micro_batch * options.micro_batches * options.sequence_length);
-  log_.say(fmt::format("predicted: {:.3g} s a step, {:.0f} tokens/s; the process {} at most",
-                       summary.prediction->step_seconds, tokens / summary.prediction->step_seconds,
+  log_.say(fmt::format("predicted: {:.3g} s a step, {}; the process {} at most", summary.prediction->step_seconds,
+                       speed_text(tokens / summary.prediction->step_seconds),
                        human_bytes(summary.predicted_memory.process)));
   if (const std::string doubt = doubt_of(*profile_); !doubt.empty()) log_.say("that is rough: " + doubt);
 }

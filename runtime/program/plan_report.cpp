@@ -313,11 +313,16 @@ PredictedMemory predicted_memory(const SessionPlan& plan, const SessionOptions& 
   return memory;
 }
 
+std::string speed_text(double tokens_per_second) {
+  return tokens_per_second < 9.95 ? fmt::format("{:.2g} tokens/s", tokens_per_second)
+                                  : fmt::format("{:.0f} tokens/s", tokens_per_second);
+}
+
 std::string speculation_text(double staged_seconds, std::optional<double> speculative_seconds,
                              const std::string& staged_because, std::int64_t tokens) {
   const auto takes = [&](const char* kind, double seconds) {
-    return fmt::format("a {} step takes {:.3g} s, {:.0f} tokens/s", kind, seconds,
-                       static_cast<double>(tokens) / seconds);
+    const std::string time = seconds < 100 ? fmt::format("{:.3g}", seconds) : fmt::format("{:.0f}", seconds);
+    return fmt::format("a {} step takes {} s, {}", kind, time, speed_text(static_cast<double>(tokens) / seconds));
   };
   std::string text = takes("staged", staged_seconds);
   if (speculative_seconds) text += "; " + takes("speculative", *speculative_seconds);

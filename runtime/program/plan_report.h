@@ -40,6 +40,9 @@ PredictedMemory predicted_memory(const SessionPlan& plan, const SessionOptions& 
 std::string speculation_text(double staged_seconds, std::optional<double> speculative_seconds,
                              const std::string& staged_because, std::int64_t tokens);
 
+// "0.054 tokens/s", "37 tokens/s": two digits below ten, whole ones above.
+std::string speed_text(double tokens_per_second);
+
 nlohmann::ordered_json plan_json(const PlannedRun& run);
 std::string plan_text(const nlohmann::ordered_json& plan);
 

@@ -100,13 +100,13 @@ std::string plan_text(const Json& plan) {
     const std::string of = fmt::format("--micro-batch {} --micro-batches {}: ", shape["micro_batch"].get<int>(),
                                        shape["micro_batches"].get<int>());
     row(&shape == &plan["step_shapes"].front() ? "shapes" : "",
-        of + (shape["refused"].is_null() ? fmt::format("{:.0f} tokens/s", shape["tokens_per_s"].get<double>())
+        of + (shape["refused"].is_null() ? speed_text(shape["tokens_per_s"].get<double>())
                                          : shape["refused"].get<std::string>()));
   }
   row("memory", fmt::format("the process {} at most", size(memory["process_peak"])));
   const double step_s = step["step_s"];
-  row("step", fmt::format("{} tokens in {}: {:.0f} tokens/s, limited by {}", step["tokens"].get<std::int64_t>(),
-                          seconds(step_s), step["tokens_per_s"].get<double>(), step["limit"].get<std::string>()));
+  row("step", fmt::format("{} tokens in {}: {}, limited by {}", step["tokens"].get<std::int64_t>(), seconds(step_s),
+                          speed_text(step["tokens_per_s"].get<double>()), step["limit"].get<std::string>()));
   for (const auto& [lane, of] : step["lanes"].items())
     row("", lane == "compute" ? fmt::format("{:<10} {:>10} {:>10} {:>5.0f}%", lane, "", seconds(of["busy_s"]),
                                             100 * of["busy_s"].get<double>() / step_s)

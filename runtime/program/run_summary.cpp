@@ -121,8 +121,9 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
     summary["embedding"] = {{"rows_a_step", embedding.rows / static_cast<double>(log.steps())}, {"share_moved", share}};
   log.object({{"summary", summary}});
   const auto moved = [&](const char* lane) { return human_bytes(lanes[lane]["bytes"].get<std::uint64_t>()); };
-  log.say(fmt::format("\n{} steps in {:.{}f} s: {:.0f} tokens/s, limited by {}", run.steps, log.training_seconds(),
-                      log.training_seconds() < 10 ? 2 : 1, log.tokens_per_second(), log.limiting_lane(session)));
+  log.say(fmt::format("\n{} steps in {:.{}f} s: {}, limited by {}", run.steps, log.training_seconds(),
+                      log.training_seconds() < 10 ? 2 : 1, speed_text(log.tokens_per_second()),
+                      log.limiting_lane(session)));
   if (run.prediction && run.steps > 1)
     log.say(fmt::format("predicted {:.3g} s a step, measured {:.3g}: {:+.1f}%", run.prediction->step_seconds,
                         log.typical_step_seconds(),

@@ -1,7 +1,7 @@
 #include "runtime/session/adapter_factors.h"
 
 #include <ATen/Parallel.h>
-#include <torch/torch.h>
+#include <torch/utils.h>
 
 #include <cmath>
 #include <future>

@@ -1,6 +1,6 @@
 #include "runtime/session/adapter_init.h"
 
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include <algorithm>
 #include <cmath>

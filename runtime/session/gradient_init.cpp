@@ -1,6 +1,6 @@
 #include "runtime/session/gradient_init.h"
 
-#include <torch/torch.h>
+#include <torch/utils.h>
 
 #include <algorithm>
 

@@ -1,5 +1,5 @@
 // Adapters added to the weights of their base, piece by piece.
-#include <torch/torch.h>
+#include <torch/utils.h>
 
 #include <algorithm>
 #include <map>

@@ -1,6 +1,6 @@
 #include "runtime/session/window_sum.h"
 
-#include <torch/torch.h>
+#include <torch/utils.h>
 
 #include <algorithm>
 #include <memory>

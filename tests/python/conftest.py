@@ -17,6 +17,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(BUILD / "python"))  # the package, as the build makes it
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Here and in every program that a test starts: OpenMP's threads else spin at the end of each region, beside other tests.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
 def pytest_report_header():

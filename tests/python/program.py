@@ -12,7 +12,6 @@ PROGRAM = BUILD / "tierflow"
 needs_torch = pytest.mark.skipif(not (BUILD / "libtierflow_train.so").exists(), reason="built without LibTorch")
 
 MIB = 1 << 20
-ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}
 
 
 def config(hidden=64, layers=2, vocab=256, **more):
@@ -32,7 +31,7 @@ def work(tmp_path):
 
 def run(work, *words, ok=True, timeout=300, env=None, **more):
     more = {"capture_output": True, **more}
-    done = subprocess.run([str(PROGRAM), *map(str, words)], cwd=work, text=True, timeout=timeout, env={**ENVIRONMENT, **(env or {})}, **more)
+    done = subprocess.run([str(PROGRAM), *map(str, words)], cwd=work, text=True, timeout=timeout, env={**os.environ, **(env or {})}, **more)
     assert not ok or done.returncode == 0, done.stderr
     return done
 
@@ -56,7 +55,7 @@ def start(work, *words, env=None, delay_ms=0, **more):
     more = {"stderr": subprocess.PIPE, **more}
     if delay_ms:
         env = {"LD_PRELOAD": str(BUILD / "librecord_calls.so"), "TIERFLOW_CALL_DELAY_MS": str(delay_ms), **(env or {})}
-    return subprocess.Popen([str(PROGRAM), *map(str, words)], cwd=work, text=True, env={**ENVIRONMENT, **(env or {})}, **more)
+    return subprocess.Popen([str(PROGRAM), *map(str, words)], cwd=work, text=True, env={**os.environ, **(env or {})}, **more)
 
 
 def small(*more):

@@ -134,7 +134,7 @@ def adapters_work(tmp_path_factory):
 
 def run_adapters(script, work, folder=EXAMPLES.parent / "adapters"):
     environment = {**os.environ, "TIERFLOW": str(BUILD / "tierflow"), "PYTHON": sys.executable, "WORK": str(work), "BASE_STEPS": "8", "STEPS": "12",
-                   "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}  # fmt: skip
+                   "OMP_NUM_THREADS": "1"}  # fmt: skip
     done = subprocess.run([folder / script], env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert not (work / "state").exists()

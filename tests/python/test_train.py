@@ -10,7 +10,7 @@ import time
 
 import numpy
 import pytest
-from program import BUILD, ENVIRONMENT, MIB, PROGRAM, config, needs_torch, run, small, steps_of
+from program import BUILD, MIB, PROGRAM, config, needs_torch, run, small, steps_of
 from program import work as work  # a fixture
 
 pytestmark = needs_torch
@@ -103,11 +103,11 @@ def peak_rss(process):
 def test_memory_stays_within_the_budgets_and_the_state_out_of_the_page_cache(work):
     host, device = 12 * MIB, 112 * MIB
     (work / "config.json").write_text(json.dumps(config(hidden=512, layers=6)))
-    bare = int(subprocess.run([str(BUILD / "bare_torch")], capture_output=True, text=True, env=ENVIRONMENT, check=True).stdout)
+    bare = int(subprocess.run([str(BUILD / "bare_torch")], capture_output=True, text=True, check=True).stdout)
     process = subprocess.Popen(
         [str(PROGRAM), "train", "--config", "config.json", "--data", "text.txt", "--no-export", "--steps", "4", "--device", "cpu", "--device-memory",
          str(device), "--host-memory", str(host), "--storage", "store", "--sequence-length", "128", "--micro-batch", "2", "--log-json", "log.json"],
-        cwd=work, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+        cwd=work, stderr=subprocess.PIPE, text=True)
     peak, cached = 0, 0.0
     while process.poll() is None:
         try:
@@ -286,7 +286,7 @@ def test_a_lost_drive_ends_the_run_with_one_line(work, loop_drive):
     process = subprocess.Popen(
         [str(PROGRAM), "train", "--config", "config.json", "--data", "text.txt", "--out", "out", "--log-json", "log.json",
          *small("--steps", "100000", "--held-out", "0", "--storage", str(mount / "store"), "--host-memory", "1MiB")],
-        cwd=work, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+        cwd=work, stderr=subprocess.PIPE, text=True)
     deadline = time.time() + 60
     while time.time() < deadline and not ((work / "log.json").exists() and steps_of(work / "log.json")):
         time.sleep(0.05)
@@ -319,7 +319,7 @@ def test_a_trace_shows_every_lane_and_what_compute_waited_for(work):
 @pytest.mark.parametrize("device", ["cuda", "auto"])
 def test_without_a_gpu_it_says_so(work, device):
     done = subprocess.run([str(PROGRAM), "train", "--config", "config.json", "--data", "text.txt", "--out", "out", *small("--device", device, "--steps", "1")],
-                          cwd=work, capture_output=True, text=True, timeout=300, env={**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""})
+                          cwd=work, capture_output=True, text=True, timeout=300, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     if device == "cuda":
         assert done.returncode == 4
         line = done.stderr.splitlines()[-1]

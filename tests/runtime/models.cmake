@@ -34,7 +34,8 @@ foreach(program models_test model_probe models_speed)
   target_include_directories(${program} PRIVATE "${CMAKE_SOURCE_DIR}")
   target_compile_options(${program} PRIVATE -O1)  # torch headers: compile time over speed
 endforeach()
-target_precompile_headers(models_test PRIVATE <torch/torch.h> <gtest/gtest.h>)
+# For the other test programs of LibTorch too (session.cmake). torch/torch.h would cost each source 3 s more, used or not.
+target_precompile_headers(models_test PRIVATE <torch/nn/module.h> <torch/utils.h> <gtest/gtest.h>)
 
 if(TIERFLOW_HAS_CUDA)
   # What the compiler made of the kernels: IEEE operations alone. A logarithm in double begins with an approximate

@@ -1,18 +1,15 @@
 tierflow_test(session_test BY_SUITE LIBRARIES tierflow::session SOURCES batches/data_batches_test.cpp state/streamed_state_test.cpp stream/streamer_test.cpp session/session_test.cpp session/adapters_test.cpp session/adapter_memory_test.cpp ../support/counted_heap.cpp session/reference_test.cpp session/golden_losses_test.cpp optimizer/adamw8bit_test.cpp session/memory_test.cpp session/packed_test.cpp session/mixture_test.cpp session/updates_test.cpp session/device_state_test.cpp session/speculation_test.cpp session/embedding_rows_test.cpp session/window_test.cpp session/window_reference_test.cpp session/resume_test.cpp session/profiler_test.cpp session/generate_test.cpp session/distillation_test.cpp device/default_stream_test.cpp)
-target_precompile_headers(session_test PRIVATE <torch/nn/module.h> <gtest/gtest.h>)
 set_source_files_properties(session/golden_losses_test.cpp PROPERTIES COMPILE_DEFINITIONS TIERFLOW_GOLDEN_LOSSES="${CMAKE_CURRENT_SOURCE_DIR}/session/golden/losses.txt")
 
 tierflow_test(gpu_test BY_SUITE LABELS gpu LIBRARIES tierflow::session SOURCES session/gpu_test.cpp models/dense_weights_gpu_test.cpp
   models/documents_gpu_test.cpp models/row_kernels_gpu_test.cpp)
-target_precompile_headers(gpu_test REUSE_FROM session_test)
-
 tierflow_test(experts_on_demand_test BY_SUITE LIBRARIES tierflow::session SOURCES session/experts_on_demand_test.cpp)
 tierflow_test(own_layers_test BY_SUITE LIBRARIES tierflow::session SOURCES session/own_layers_test.cpp session/outer_adapters_test.cpp)
 tierflow_test(references_test BY_SUITE LIBRARIES tierflow::session SOURCES session/references_test.cpp)
 tierflow_test(expert_adapters_test BY_SUITE LIBRARIES tierflow::session SOURCES models/expert_adapters_test.cpp session/expert_adapters_test.cpp)
 
-foreach(program experts_on_demand_test own_layers_test references_test expert_adapters_test)
-  target_precompile_headers(${program} REUSE_FROM session_test)
+foreach(program session_test gpu_test experts_on_demand_test own_layers_test references_test expert_adapters_test)
+  target_precompile_headers(${program} REUSE_FROM models_test)
 endforeach()
 
 add_executable(bare_torch session/bare_torch.cpp)

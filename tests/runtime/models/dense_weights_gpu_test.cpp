@@ -1,6 +1,6 @@
 // A GPU gives the bits of the CPU. Skips without one.
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/utils.h>
 
 #include "runtime/device/device_memory.h"
 #include "runtime/models/dense_weights.h"

@@ -1,7 +1,7 @@
 #include "runtime/models/dense_weights.h"
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/utils.h>
 
 #include "runtime/base/exception.h"
 #include "tests/runtime/weight_formats.h"

@@ -1,6 +1,6 @@
 // Packed rows on a GPU, where one call takes all documents, against the documents alone. Skips without one.
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/utils.h>
 
 #include "runtime/device/device_memory.h"
 #include "runtime/models/attention.h"

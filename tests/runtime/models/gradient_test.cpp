@@ -1,4 +1,6 @@
 // Gradients of the stages against plain autograd over the whole model, in fp64.
+#include <torch/nn/functional/loss.h>
+
 #include "runtime/spec/adapters.h"
 #include "tests/runtime/models/plain.h"
 

@@ -3,7 +3,7 @@
 // TOKENS: int64 ids [BATCH, LENGTH], then labels likewise, raw. OUT receives losses.f64 (raw, of each token), logits
 // and gradients as safetensors of scale 1/(labels that count), fp32. With ELEMENTS the vocabulary comes in tiles of at
 // most as many, blocks in halves, and OUT receives the gradients alone.
-#include <torch/torch.h>
+#include <torch/utils.h>
 
 #include <filesystem>
 #include <fstream>

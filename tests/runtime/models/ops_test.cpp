@@ -2,6 +2,8 @@
 #include "runtime/models/ops.h"
 
 #include <ATen/Parallel.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/functional/loss.h>
 
 #include "runtime/models/attention.h"
 #include "tests/runtime/models/fixture.h"

@@ -1,6 +1,6 @@
 // A GPU's row kernels give the bits of the CPU's. Skips without one.
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/utils.h>
 
 #include "runtime/device/device_memory.h"
 #include "runtime/models/embedding.h"

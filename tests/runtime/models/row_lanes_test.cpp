@@ -3,7 +3,7 @@
 #include "runtime/models/row_lanes.h"
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/utils.h>
 
 #include <algorithm>
 #include <array>

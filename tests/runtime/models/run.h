@@ -1,6 +1,6 @@
 #pragma once
 // A model run whole with all weights resident: what the stages of LayeredModel add up to.
-#include <torch/torch.h>
+#include <torch/utils.h>
 
 #include <functional>
 #include <utility>

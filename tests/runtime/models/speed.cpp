@@ -6,7 +6,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <fmt/format.h>
 #include <malloc.h>
-#include <torch/torch.h>
+#include <torch/utils.h>
 
 #include <atomic>
 #include <chrono>

@@ -2,7 +2,10 @@
 #include "runtime/optimizer/adamw8bit.h"
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/schedulers/step_lr.h>
+#include <torch/serialize.h>
+#include <torch/utils.h>
 
 #include <limits>
 #include <sstream>

@@ -9,7 +9,7 @@
 // folder, the gradients in fp32 of the mean loss of the tokens of step 0, of the adapters as they were written), logits
 // (a file that gets the logits of the tokens of step 0, fp32 [rows, length, vocab]: the session's at the end, and those
 // of the written folder computed in fp32).
-#include <torch/torch.h>
+#include <torch/utils.h>
 
 #include <cstdio>
 #include <cstdlib>

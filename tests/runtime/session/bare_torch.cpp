@@ -1,7 +1,7 @@
 // What a process takes that does nothing but compute a little with LibTorch: what the memory test subtracts. Prints its
 // peak resident set in bytes.
 #include <sys/resource.h>
-#include <torch/torch.h>
+#include <torch/types.h>
 
 #include <cstdio>
 

@@ -2,7 +2,7 @@
 // step at most. Skips without one; what the CPU device can show of it runs everywhere.
 #include <gtest/gtest.h>
 #include <malloc.h>
-#include <torch/torch.h>
+#include <torch/utils.h>
 #include <unistd.h>
 
 #include <chrono>

@@ -1,7 +1,14 @@
 // Layers of one's own of which a part is trained: frozen weights, learning rates by name, and adapters over a base that
 // streams; the same bits in memory and from storage, and those of a plain graph.
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/nn/functional/linear.h>
+#include <torch/nn/functional/loss.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
+#include <torch/utils.h>
 
 #include <fstream>
 

@@ -2,7 +2,7 @@
 #include "runtime/session/profiler.h"
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/utils.h>
 
 #include <chrono>
 

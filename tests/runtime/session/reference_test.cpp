@@ -2,7 +2,11 @@
 // gradients rounded to bf16, the norm over those, AdamW. Bit for bit with the same optimizer arithmetic, and within
 // rounding of torch.optim.AdamW.
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/nn/functional/loss.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adamw.h>
+#include <torch/utils.h>
 
 #include <cmath>
 #include <cstring>

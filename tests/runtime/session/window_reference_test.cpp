@@ -1,7 +1,7 @@
 // Windows of projected gradients beside the formula of GaLore (Zhao et al., 2024) on whole weights.
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/utils.h>
 
 #include <cmath>
 #include <future>

@@ -1,7 +1,7 @@
 // Training by projected gradients, in windows: the same bits in memory and from storage, weights that are written once
 // a window, and a run that goes on across the beginning of one.
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/utils.h>
 
 #include <csignal>
 #include <functional>

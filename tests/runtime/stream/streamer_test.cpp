@@ -2,7 +2,7 @@
 #include "runtime/stream/streamer.h"
 
 #include <gtest/gtest.h>
-#include <torch/torch.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include "tests/runtime/expect.h"
 #include "tests/runtime/session/fixture.h"
