@@ -1,4 +1,28 @@
-tierflow_test(session_test BY_SUITE LIBRARIES tierflow::session SOURCES batches/data_batches_test.cpp state/streamed_state_test.cpp stream/streamer_test.cpp session/session_test.cpp session/adapters_test.cpp session/adapter_memory_test.cpp ../support/counted_heap.cpp session/reference_test.cpp session/golden_losses_test.cpp optimizer/adamw8bit_test.cpp session/memory_test.cpp session/packed_test.cpp session/mixture_test.cpp session/updates_test.cpp session/device_state_test.cpp session/speculation_test.cpp session/embedding_rows_test.cpp session/window_test.cpp session/window_reference_test.cpp session/resume_test.cpp session/profiler_test.cpp session/generate_test.cpp session/distillation_test.cpp device/default_stream_test.cpp)
+tierflow_test(session_test BY_SUITE LIBRARIES tierflow::session SOURCES
+  batches/data_batches_test.cpp
+  state/streamed_state_test.cpp
+  stream/streamer_test.cpp
+  session/session_test.cpp
+  session/adapters_test.cpp
+  session/adapter_memory_test.cpp
+  ../support/counted_heap.cpp
+  session/reference_test.cpp
+  session/golden_losses_test.cpp
+  optimizer/adamw8bit_test.cpp
+  session/memory_test.cpp
+  session/packed_test.cpp
+  session/mixture_test.cpp
+  session/updates_test.cpp
+  session/device_state_test.cpp
+  session/speculation_test.cpp
+  session/embedding_rows_test.cpp
+  session/window_test.cpp
+  session/window_reference_test.cpp
+  session/resume_test.cpp
+  session/profiler_test.cpp
+  session/generate_test.cpp
+  session/distillation_test.cpp
+  device/default_stream_test.cpp)
 set_source_files_properties(session/golden_losses_test.cpp PROPERTIES COMPILE_DEFINITIONS TIERFLOW_GOLDEN_LOSSES="${CMAKE_CURRENT_SOURCE_DIR}/session/golden/losses.txt")
 
 tierflow_test(gpu_test BY_SUITE LABELS gpu LIBRARIES tierflow::session SOURCES session/gpu_test.cpp models/dense_weights_gpu_test.cpp
@@ -16,7 +40,10 @@ add_executable(bare_torch session/bare_torch.cpp)
 target_link_libraries(bare_torch PRIVATE tierflow_torch_wheel)
 
 # The train command in the test's own process.
-tierflow_test(train_test BY_SUITE LIBRARIES tierflow_commands SOURCES program/live_text_test.cpp program/train_test.cpp program/plan_command_test.cpp)
+tierflow_test(train_test BY_SUITE LIBRARIES tierflow_commands SOURCES
+  program/live_text_test.cpp
+  program/train_test.cpp
+  program/plan_command_test.cpp)
 add_dependencies(train_test fake_nvml tierflow_train)  # the latter identifies what was measured
 target_compile_definitions(train_test PRIVATE TIERFLOW_FAKE_NVML="$<TARGET_FILE:fake_nvml>")
 
