@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""How fast a state is verified and exported, beside what the drive reads and writes (dd, O_DIRECT, blocks of 4 MiB), in turn; and how much longer
-a run takes with `--export-every`. Medians.
+"""How fast a state is verified and exported, beside what the drive reads and writes (`tierflow bench storage`: blocks of 4 MiB, 32 requests in flight, the better
+engine), in turn; and how much longer a run takes with `--export-every`. Medians.
 
     .venv/bin/python benchmarks/storage/export.py --storage DIR [--rounds 3] [--every 5] [--export-bandwidth 200MiB]
 
-An export reads the weights from the state, writes them, and reads the result once more: "share_of_drive" is the time that dd would take for these three one after
-the other, divided by the export's time. "share_of_drive_without_reading_back" counts the first two alone.
+"verify_share_of_drive" is the speed of verifying divided by that of the drive's reads. An export reads the weights from the state, writes them, and reads the result
+once more: "share_of_drive" is the time that the drive would take for these three one after the other, divided by the export's time.
+"share_of_drive_without_reading_back" counts the first two alone. --every 0 leaves out the runs with `--export-every`.
 
 One JSON object."""
 import argparse
@@ -44,11 +45,11 @@ def anew(args):
     args.folder.mkdir(parents=True)
 
 
-def bandwidth(path, write, size):
-    """Of the drive, in bytes a second."""
-    blocks = max(1, size >> 22)
-    words = ["dd", "bs=4M", f"count={blocks}", f"if={'/dev/zero' if write else path}", f"of={path if write else '/dev/null'}", *(["oflag=direct", "conv=fsync"] if write else ["iflag=direct"])]
-    return (blocks << 22) / run(*words)
+def bandwidths(args):
+    """Of the drive, in bytes a second: reading and writing."""
+    words = [args.program, "bench", "storage", "--dir", args.folder / "bench", "--size", "1GiB", "--block", "4MiB", "--json"]
+    engines = [json.loads(line) for line in subprocess.run([*map(str, words)], capture_output=True, text=True, check=True).stdout.splitlines()]
+    return [1e9 * max(engine[key] for engine in engines) for key in ("read_gb_s", "write_gb_s")]
 
 
 def training_seconds(args, *more):
@@ -86,18 +87,19 @@ def main():
     parser.add_argument("--device-memory", default="2GiB")
     args = parser.parse_args()
     args.folder = args.storage / "export"
-    beside = exports_while_training(args)
+    beside = exports_while_training(args) if args.every else None
     anew(args)
     run(*train(args, 1, "--no-export"))
-    state, out, written = args.folder / "state/state.tfv", args.folder / "out", args.folder / "written"
+    out = args.folder / "out"
     rounds = []
     for _ in range(args.rounds):
         verified = json.loads(subprocess.run([args.program, "verify", args.folder / "state", "--json"], capture_output=True, text=True, check=True).stdout)
         shutil.rmtree(out, ignore_errors=True)
         seconds = run(args.program, "export", "--storage", args.folder / "state", "--out", out)
         size = sum(path.stat().st_size for path in out.iterdir())
-        read, write = bandwidth(state, False, size), bandwidth(written, True, size)
-        rounds.append({"verify_gb_s": verified["bytes"] / verified["seconds"] / 1e9, "export_s": seconds, "drive_read_gb_s": read / 1e9, "drive_write_gb_s": write / 1e9,
+        read, write = bandwidths(args)
+        verify = verified["bytes"] / verified["seconds"]
+        rounds.append({"verify_gb_s": verify / 1e9, "verify_share_of_drive": verify / read, "export_s": seconds, "drive_read_gb_s": read / 1e9, "drive_write_gb_s": write / 1e9,
                        "share_of_drive": (2 * size / read + size / write) / seconds, "share_of_drive_without_reading_back": (size / read + size / write) / seconds})
     result = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
     shutil.rmtree(args.folder)
