@@ -109,13 +109,26 @@ class Saved {
   std::string table_;
 };
 
+// Units whose linear layers have adapters where their names fit: those of blocks, by number. Of layers of one's own the
+// last, which has the loss, is one of them.
+std::map<std::size_t, std::int64_t> adapted_units(const ModelSpec& spec) {
+  std::map<std::size_t, std::int64_t> blocks;
+  for (std::size_t stage = 0; stage < spec.stages.size(); ++stage) {
+    const StageSpec& of = spec.stages[stage];
+    if (of.block >= 0)
+      blocks.emplace(static_cast<std::size_t>(of.units.front()), of.block);
+    else if (spec.config.architecture.empty())
+      blocks.emplace(static_cast<std::size_t>(of.units.front()), static_cast<std::int64_t>(stage));
+  }
+  return blocks;
+}
+
 // PEFT would wrap what a name fits beside weights that have adapters, and fail where that is no matrix.
 void expect_adapters_of_all_that_fits(const ModelSpec& spec, const std::vector<std::string>& parameters) {
   if (parameters.empty()) return;
+  const std::map<std::size_t, std::int64_t> blocks = adapted_units(spec);
   for (std::size_t unit = 0; unit < spec.units.size(); ++unit) {
-    const bool block = std::ranges::any_of(spec.stages, [&](const StageSpec& stage) {
-      return stage.block >= 0 && stage.units.front() == static_cast<int>(unit);
-    });
+    const bool block = blocks.contains(unit);
     for (const TensorSpec& tensor : spec.units[unit].tensors) {
       if (is_adapter(tensor) || tensor.part != Part::plain || (block && !linear_module(tensor).empty())) continue;
       for (const std::string& path : module_paths(spec, name_in_model(tensor.name)))
@@ -296,9 +309,7 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
       unused_parameters(config.parameters.begin(), config.parameters.end());
   AdapterConfig written = config;
   written.ties_saved = false;
-  std::map<std::size_t, std::int64_t> blocks;  // of units
-  for (const StageSpec& stage : spec.stages)
-    if (stage.block >= 0) blocks.emplace(static_cast<std::size_t>(stage.units.front()), stage.block);
+  const std::map<std::size_t, std::int64_t> blocks = adapted_units(spec);
   std::vector<std::string> modules;
   for (std::size_t index = 0; index < spec.units.size(); ++index) {
     UnitSpec& unit = spec.units[index];

@@ -106,6 +106,7 @@ class OuterAdapters {
 void add_outer_adapters(ModelSpec& spec, const AdapterConfig& config, AdapterChoice& choice,
                         std::set<std::string>& unused, std::vector<std::string>& modules) {
   if (config.target_pattern.empty() && config.targets.empty()) return;  // all linear layers: of blocks, in PEFT too
+  if (spec.config.architecture.empty()) return;  // layers of one's own: each is adapted as a block
   const DecoderNames& names = spec.config.names;
   const std::string table = names.prefix + names.tokens;
   OuterAdapters outer(spec, config, choice);
@@ -125,8 +126,6 @@ void add_outer_adapters(ModelSpec& spec, const AdapterConfig& config, AdapterCho
       for (const TensorSpec& tensor : spec.units[static_cast<std::size_t>(unit)].tensors) {
         const std::string module = is_adapter(tensor) ? "" : linear_module(tensor);
         if (module.empty() || !wants(module)) continue;
-        if (spec.config.architecture.empty())
-          fail_usage(fmt::format("{} is a target, but the last layer, which has the loss, has no adapters", module));
         if (tensor.name != table && tensor.name != names.head)
           fail_usage(
               fmt::format("{} is a target: outside of blocks, only the head and the table of tokens can have "

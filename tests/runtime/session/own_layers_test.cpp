@@ -11,6 +11,7 @@
 #include <torch/utils.h>
 
 #include <fstream>
+#include <memory>
 
 #include "runtime/planning/loading.h"
 #include "runtime/session/layers.h"
@@ -53,6 +54,9 @@ Layers layers() {
 const std::vector<std::string> kAdapted{"blocks.0.up",     "blocks.0.rest.1", "blocks.1.up",
                                         "blocks.1.rest.1", "blocks.2.up",     "blocks.2.rest.1"};
 
+// With that of the last layer, which has the loss: only by name.
+const std::vector<std::string> kAllLinear{"up", "rest.1", "out"};
+
 std::vector<std::string> adapted_modules(const Model& model) {
   std::vector<std::string> modules;
   for (const UnitSpec& unit : model.spec().units)
@@ -72,7 +76,7 @@ std::vector<std::string> trained(const Model& model) {
 // The gradients of one micro-batch, as the layers make them and, within 3% of their norm, as a graph of everything
 // does.
 TEST(OwnLayers, AdaptersHaveTheGradientsOfAPlainGraph) {
-  const Model model = with_adapters(layers().build(9), {.rank = 4, .alpha = 6}, 5);
+  const Model model = with_adapters(layers().build(9), {.rank = 4, .alpha = 6, .targets = kAllLinear}, 5);
   const ModelSpec& spec = model.spec();
   std::map<std::string, torch::Tensor> values;
   std::vector<Weights> weights(spec.units.size());
@@ -123,8 +127,7 @@ TEST(OwnLayers, AdaptersHaveTheGradientsOfAPlainGraph) {
         torch::layer_norm(hidden, {kWidth}, values.at(block + ".norm.weight"), values.at(block + ".norm.bias"));
     hidden = hidden + linear(torch::gelu(linear(normed, block + ".up", true)), block + ".rest.1", false);
   }
-  const torch::Tensor logits =
-      torch::nn::functional::linear(hidden, values.at("head.out.weight"), values.at("head.out.bias"));
+  const torch::Tensor logits = linear(hidden, "head.out", true);
   const torch::Tensor expected =
       torch::nn::functional::cross_entropy(logits.to(torch::kFloat32).flatten(0, 1), batch.labels.flatten(),
                                            torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
@@ -141,7 +144,7 @@ TEST(OwnLayers, AdaptersHaveTheGradientsOfAPlainGraph) {
       EXPECT_GT(sums[unit][i].abs().max().item<double>(), 0) << tensor.name;
       ++compared;
     }
-  EXPECT_EQ(compared, 4 * kBlocks);
+  EXPECT_EQ(compared, 4 * kBlocks + 2);
 }
 
 struct Steps {
@@ -185,6 +188,9 @@ const std::vector<Choice> kChoices{
     {"lora_over_nf4", [] { return adapted({.rank = 4, .alpha = 8}, WeightFormat::nf4_double); }},
     {"lora_over_int8", [] { return adapted({.rank = 4, .alpha = 8}, WeightFormat::int8); }},
     {"dropout", [] { return adapted({.rank = 4, .alpha = 8, .dropout = 0.3}); }},
+    {"the_last_too", [] { return adapted({.rank = 4, .alpha = 8, .targets = kAllLinear}); }},
+    {"the_last_alone",
+     [] { return adapted({.rank = 4, .alpha = 8, .dropout = 0.3, .dora = true, .targets = {"out"}}); }},
     {"dora", [] { return adapted({.rank = 4, .alpha = 8, .dora = true}); }},
     {"pissa", [] { return adapted({.rank = 4, .alpha = 8, .init = AdapterInit::pissa}); }},
     {"lora_ga", [] { return adapted({.rank = 4, .alpha = 8, .init = AdapterInit::lora_ga}); }},
@@ -221,6 +227,40 @@ TEST_P(OwnChoices, StreamedIsResidentAndGoesOnToTheBit) {
   EXPECT_TRUE(found.masters == expected.masters);
 }
 
+// With as much RAM as the adapters and their state take, which is too little for the base.
+TEST(OwnLayers, AFrozenBaseIsReadAndNeverWritten) {
+  const Model model = adapted({.rank = 4, .alpha = 8, .targets = kAllLinear});
+  const Folder folder;
+  SessionOptions options = streamed(resident(2), folder);
+  options.clip.reset();  // no gradient waits
+  options.host_memory = 200 * 1024 + loading_bytes(model.spec());
+  std::unique_ptr<Session> session;
+  const auto on_storage = [&](bool trained) {
+    const SessionPlan& plan = session->plan();
+    std::uint64_t bytes = 0;
+    for (const swap::Chunk& chunk : plan.layout->chunks()) {
+      const bool in_memory =
+          plan.arrangement.hi_resident[chunk.id] && (!trained || plan.arrangement.state_resident[chunk.id]);
+      if (chunk.trainable == trained && !in_memory) bytes += chunk.word_bytes();
+    }
+    return bytes;
+  };
+  do {
+    session.reset();
+    session = std::make_unique<Session>(model, options);
+    options.host_memory += 8 * 1024;
+  } while (on_storage(true) != 0);
+  const std::uint64_t base = on_storage(false);
+  ASSERT_GT(base, 100'000U);
+  const auto moved = [&](swap::Lane lane) { return session->lanes()[static_cast<std::size_t>(lane)].bytes; };
+  const std::uint64_t read = moved(swap::Lane::disk_read), written = moved(swap::Lane::disk_write),
+                      on_drives = session->bytes_written();
+  for (int step = 0; step < kSteps; ++step) session->step(batches(2, step), 1e-2);
+  EXPECT_GT(moved(swap::Lane::disk_read) - read, (kSteps - 1) * base);
+  EXPECT_EQ(moved(swap::Lane::disk_write) - written, 0U);
+  EXPECT_EQ(session->bytes_written() - on_drives, 0U);
+}
+
 INSTANTIATE_TEST_SUITE_P(Each, OwnChoices, ::testing::ValuesIn(kChoices),
                          [](const auto& info) { return std::string(info.param.name); });
 
@@ -230,6 +270,8 @@ TEST(OwnLayers, ThePartThatIsTrainedIsChosenByNameAndFromTheEnd) {
   EXPECT_EQ(adapted_modules(with_adapters(all, {.rank = 2, .exclude = {"up"}}, 0)).size(), 3U);
   EXPECT_EQ(adapted_modules(with_adapters(all, {.rank = 2, .target_pattern = "blocks\\.[01]\\.up"}, 0)),
             (std::vector<std::string>{"blocks.0.up", "blocks.1.up"}));
+  EXPECT_EQ(adapted_modules(with_adapters(all, {.rank = 2, .targets = {"head.out"}}, 0)),
+            (std::vector<std::string>{"head.out"}));
   for (const std::string& name : trained(with_trainable(all, {.last_layers = 2})))
     EXPECT_TRUE(name.starts_with("blocks.1.") || name.starts_with("blocks.2.")) << name;
   EXPECT_EQ(trained(with_trainable(all, {.trainable = {"out"}})),
@@ -255,7 +297,6 @@ TEST(OwnLayers, WhatCannotBeDoneIsSaid) {
   };
   expect_refused(model, {.targets = {"q_proj"}}, "no linear layer is called q_proj");
   expect_refused(model, {.targets = {"table"}}, "embed.table is no tierflow::Linear");
-  expect_refused(model, {.targets = {"out"}}, "head.out is a target, but the last layer");
   expect_refused(model, {.layers = {0}}, "have names, not numbers");
   expect_refused(model, {.init = AdapterInit::galore}, "projected gradients are for the models of load()");
   const Model plain = Layers()
