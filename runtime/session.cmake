@@ -27,6 +27,7 @@ tierflow_library(session
   session/profiler.cpp
   session/session.cpp
   session/session_balance.cpp
+  session/session_batches.cpp
   session/session_export.cpp
   session/sampler.cpp
   session/schedule.cpp
@@ -67,6 +68,7 @@ if(TIERFLOW_TOGETHER)
   tierflow_together(session
     session/expert_places.cpp
     session/session_balance.cpp
+    session/session_batches.cpp
     session/session_export.cpp
     session/session_on_demand.cpp
     session/session_passes.cpp)

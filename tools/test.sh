@@ -7,6 +7,8 @@ reports=$build/test-reports
 mkdir -p "$reports/suites"
 rm -f "$reports"/*.xml "$reports"/suites/*.xml
 status=0
+# Two programs run beside each other, with as many threads each as there are cores: those that wait are not to take a core from the other.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 
 ctest --test-dir "$build" --parallel "$(nproc)" --output-on-failure --no-tests=error --output-junit "$reports/ctest.xml" || status=1
 # Most tests wait for a program of one thread. A file's tests stay together: they share what they trained.
