@@ -34,7 +34,7 @@ constexpr double kLossElsewhere = 0.01, kNormElsewhere = 1.0 / 6;
 
 // The classes of docs/models.md that the other tests of models here have no case of.
 std::vector<Case> all_families() {
-  std::vector<Case> all = cases();
+  std::vector<Case> all = cases_with_balance();
   const std::string experts = R"(, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16)";
   const std::string slides = R"(, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"])";
   all.insert(all.end(), {

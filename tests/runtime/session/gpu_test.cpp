@@ -274,7 +274,7 @@ TEST_P(OnGpu, UpdatesHaveTheBitsOfTheHost) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Models, OnGpu, ::testing::ValuesIn(cases("0.1")), case_name);
+INSTANTIATE_TEST_SUITE_P(Models, OnGpu, ::testing::ValuesIn(cases_with_balance("0.1")), case_name);
 
 }  // namespace
 }  // namespace tierflow::testing

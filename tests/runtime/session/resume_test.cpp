@@ -109,7 +109,7 @@ TEST_P(Resume, HasTheBitsOfARunThatWasNeverInterrupted) {
     EXPECT_FALSE(std::filesystem::exists(folder_.path / "state.tfv"));
   }
 }
-INSTANTIATE_TEST_SUITE_P(Models, Resume, ::testing::ValuesIn(cases("0.1")), case_name);
+INSTANTIATE_TEST_SUITE_P(Models, Resume, ::testing::ValuesIn(cases_with_balance("0.1")), case_name);
 
 class Resumed : public Resume {};
 

@@ -148,7 +148,7 @@ TEST_P(Bitwise, StreamedIsResidentInTiles) {
   expect_streamed_is_resident(GetParam(), kTiled);
 }
 
-INSTANTIATE_TEST_SUITE_P(Models, Bitwise, ::testing::ValuesIn(cases("0.1")), case_name);
+INSTANTIATE_TEST_SUITE_P(Models, Bitwise, ::testing::ValuesIn(cases_with_balance("0.1")), case_name);
 
 TEST(Session, EveryPrecisionIsTheSameBitsStreamed) {
   DeviceMemory::install();
