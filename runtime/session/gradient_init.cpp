@@ -96,9 +96,7 @@ std::unique_ptr<GradientInit> Session::Impl::gradient_pass(const std::vector<Mic
   throw_if(executor().drain());
   std::unique_ptr<GradientInit> found = std::move(gradient_init);
   if (stop_signal() == 0) return out_of_memory ? nullptr : std::move(found);
-  inputs.clear();
-  kept.clear();
-  in_slot.clear();
+  drop_activations();
   return nullptr;
 }
 

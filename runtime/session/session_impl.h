@@ -92,6 +92,7 @@ struct Session::Impl {
   // The losses of each token under the reference, on the host. Computed in the head's visit.
   torch::Tensor reference_losses(const Weights& bound, int micro_batch, const Shared& shared);
   void compute(bool repeatable, const std::function<void()>& work);
+  void drop_activations();  // all that a pass holds; a pass that is broken off needs it no more
   // Joins or separates the carries, so that each is of as many micro-batches as StageShape::together of the next stage
   // says.
   void regroup(int together, const std::vector<Shared>& shared);

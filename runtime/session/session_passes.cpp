@@ -57,17 +57,21 @@ void Session::Impl::compute(bool repeatable, const std::function<void()>& work) 
       if (!is_out_of_memory(error)) throw;
       if (again || !repeatable) {
         out_of_memory = out_of_memory_error(error);
-        carries.assign(carries.size(), {});
-        references.assign(references.size(), {});
-        inputs.assign(inputs.size(), std::vector<Carry>(carries.size()));
-        kept.clear();
-        in_slot.clear();
+        drop_activations();
       } else {
         ++computed_again;
       }
     }
     torch_memory.release_kept();
   }
+}
+
+void Session::Impl::drop_activations() {
+  carries.assign(carries.size(), {});
+  references.assign(references.size(), {});
+  inputs.assign(inputs.size(), std::vector<Carry>(carries.size()));
+  kept.clear();
+  in_slot.clear();
 }
 
 // Those of other formats than bf16 are made dense once a visit, for all of its micro-batches.
