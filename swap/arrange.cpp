@@ -64,7 +64,7 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   const bool defers_all = request.staged || request.deferred_share >= 1;
   if (request.sums) result.gradient_low_resident.assign(chunks, false);
   if (io::Error error = arrange_device(layout, request, result)) return error;
-  const std::uint64_t aside = request.host_workspace + kGradientSlots * result.found_buffer_bytes(),
+  const std::uint64_t aside = request.host_workspace + kGradientSlots * result.measured_buffer_bytes(),
                       host_budget = request.host_budget - std::min(request.host_budget, aside);
   const auto on_device = [&](ExtentKind kind, const Chunk& chunk) {
     return result.device_place(kind, chunk.id) != kNowhere;

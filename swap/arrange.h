@@ -41,14 +41,14 @@ struct ArrangeRequest {
   bool gradient_slots = false;
   // Bytes of what measuring one gradient finds. If there are gradient slots, gradients are measured there. 0: the host
   // measures.
-  std::uint64_t found_bytes = 0;
+  std::uint64_t measured_bytes = 0;
   // Optimizer state of whole units, and their gradients that wait, stay on the device for the whole run, as far as it
   // has room beside everything else; the first units come first. These units are updated there. Not with `sums`.
   bool state_on_device = false;
-  bool storage = true;   // false: everything must be resident
-  bool train = true;     // false: forward only
-  bool sums = false;     // for VisitPlanner: gradients of several visits add up on the host
-  int needed_units = 1;  // the most units on demand that one need names; only VisitPlanner plans needs
+  bool storage = true;     // false: everything must be resident
+  bool train = true;       // false: forward only
+  bool sums = false;       // for VisitPlanner: gradients of several visits add up on the host
+  int units_per_need = 1;  // the most units on demand that one need names; only VisitPlanner plans needs
 };
 // An arrangement within the budgets, or an error of kind usage that names the smallest budget that works.
 io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& request);

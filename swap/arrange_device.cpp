@@ -198,8 +198,8 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
   result.weight_ring = needs.weights;
   result.gradient_ring = needs.gradient;
   result.held_gradients = needs.held;
-  result.needed_ring = round_up(request.needed_units * needs.needed_weights, kSector);
-  result.needed_gradients = request.needed_units * needs.needed_gradient;
+  result.needed_ring = round_up(request.units_per_need * needs.needed_weights, kSector);
+  result.needed_gradients = request.units_per_need * needs.needed_gradient;
   if (result.needed_ring != 0 && request.train && !request.sums)
     return {.kind = io::ErrorKind::usage, .detail = "units on demand take plans of single visits"};
   result.items = all_items(layout.stages(), request.micro_batches);
@@ -221,10 +221,10 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
   }
   if (const std::uint64_t words = request.gradient_slots && request.train ? gradient_slot(layout, result) : 0;
       words != 0) {
-    const std::uint64_t slot = words + round_up(request.found_bytes, kSector), all = kGradientSlots * slot + kSector;
+    const std::uint64_t slot = words + round_up(request.measured_bytes, kSector), all = kGradientSlots * slot + kSector;
     if (all <= left - (smallest - fixed)) {
       result.gradient_slot = slot;
-      result.found_bytes = request.found_bytes;
+      result.measured_bytes = request.measured_bytes;
       left -= all;
     }
   }

@@ -32,7 +32,7 @@ std::vector<std::uint64_t> Arrangement::stored_activations() const {
 
 std::uint64_t Arrangement::buffer_bytes(const Layout& layout) const {
   return word_buffers * layout.max_word_bytes() + state_buffers * round_up(layout.max_state_bytes(), kSector) +
-         activation_buffers * slot_bytes + kGradientSlots * found_buffer_bytes();
+         activation_buffers * slot_bytes + kGradientSlots * measured_buffer_bytes();
 }
 
 std::uint64_t Arrangement::resident_bytes(const Layout& layout) const {
@@ -50,7 +50,8 @@ std::vector<HostBuffer> Arrangement::host_buffers(const Layout& layout) const {
   for (int i = 0; i < word_buffers; ++i) add(Where::word_buffer, i, layout.max_word_bytes());
   for (int i = 0; i < state_buffers; ++i) add(Where::state_buffer, i, round_up(layout.max_state_bytes(), kSector));
   for (int i = 0; i < activation_buffers; ++i) add(Where::activation_buffer, i, slot_bytes);
-  for (int i = 0; found_bytes != 0 && i < kGradientSlots; ++i) add(Where::found_buffer, i, found_buffer_bytes());
+  for (int i = 0; measured_bytes != 0 && i < kGradientSlots; ++i)
+    add(Where::measured_buffer, i, measured_buffer_bytes());
   for (const Chunk& chunk : layout.chunks())
     for (const ExtentKind kind : kChunkExtents)
       if (resident(kind, chunk.id)) all.push_back({resident_place(kind, chunk.id), chunk.bytes(kind)});

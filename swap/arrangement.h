@@ -71,7 +71,7 @@ struct Arrangement {
   std::uint64_t gradient_slot = 0;
   // Bytes at the end of each gradient slot for what measuring the gradient there finds. They are copied with the
   // gradient, to a host buffer of each slot. 0: the host measures.
-  std::uint64_t found_bytes = 0;
+  std::uint64_t measured_bytes = 0;
   // By chunk: where in the arena its optimizer state stays for the whole run, and where its gradient waits, as bf16, if
   // its update is deferred. Such a chunk is updated on the device. kNowhere: not on the device. Empty: no chunk is.
   std::vector<std::uint64_t> device_state, device_gradient;
@@ -104,7 +104,7 @@ struct Arrangement {
   bool stays(ExtentKind kind, int chunk) const {
     return resident(kind, chunk) || device_place(kind, chunk) != kNowhere;
   }
-  std::uint64_t found_buffer_bytes() const { return round_up(found_bytes, kSector); }
+  std::uint64_t measured_buffer_bytes() const { return round_up(measured_bytes, kSector); }
   std::uint64_t buffer_bytes(const Layout& layout) const;
   std::uint64_t resident_bytes(const Layout& layout) const;
   std::uint64_t saved_on_host() const;

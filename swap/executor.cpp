@@ -41,8 +41,8 @@ io::Error Executor::Impl::allocate() {
       case HostRef::Where::activation_buffer:
         streams_through(activation_buffers, activation_bytes);
         break;
-      case HostRef::Where::found_buffer:
-        found_on_host.push_back(bytes);
+      case HostRef::Where::measured_buffer:
+        measured_on_host.push_back(bytes);
         break;
       case HostRef::Where::resident_hi:
         residents[0][index] = bytes;

@@ -56,13 +56,13 @@ class HostWork {
   // stream, measures it, and returns when it is done. Neither words nor state are given.
   virtual io::Error keep_gradient(const Chunk& chunk, Device& device, const DeviceUpdate& at);
   // If gradients are measured on their way to the host: enqueues on `stream` what writes to `found`
-  // (ArrangeRequest::found_bytes of device memory) what measure() would find of the bf16 `gradient`. It is called on
+  // (ArrangeRequest::measured_bytes of device memory) what measure() would find of the bf16 `gradient`. It is called on
   // another lane than measure().
   virtual void enqueue_measuring(const Chunk& chunk, Device& device, StreamId stream, const std::uint16_t* gradient,
                                  std::byte* found);
   // Gives what enqueue_measuring() wrote, once it is on the host, before measure() or update() of the chunk. These then
   // need not read the gradient to measure it. It is called on another thread than they are.
-  virtual io::Error take_found(const Chunk& chunk, std::span<const std::byte> found);
+  virtual io::Error take_measured(const Chunk& chunk, std::span<const std::byte> found);
   // Adds bf16 `incoming` to the fp32 sum whose high and low words are given. If `first`, the sum so far is in `high` as
   // bf16, and `low` holds nothing yet. It is called instead of measure(), so it also measures the result.
   virtual io::Error accumulate(const Chunk& chunk, std::span<const std::byte> incoming, std::span<std::byte> high,

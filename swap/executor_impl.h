@@ -82,8 +82,8 @@ struct Executor::Impl {
     return arena.data() + arrangement.gradient_slots_begin() +
            static_cast<std::uint64_t>(slot) * arrangement.gradient_slot;
   }
-  std::byte* found_in(int slot) {
-    return gradient_slot(slot) + arrangement.gradient_slot - arrangement.found_buffer_bytes();
+  std::byte* measured_in(int slot) {
+    return gradient_slot(slot) + arrangement.gradient_slot - arrangement.measured_buffer_bytes();
   }
   void enqueue_copy(StreamId stream, const Task& task);
   void start_gradient(StreamId stream, Node& at);
@@ -134,8 +134,8 @@ struct Executor::Impl {
   std::vector<std::span<std::byte>> residents[kExtentKinds];
   // Of those that stay in RAM or on the device: not what the store has. A byte each: lanes set them beside one another.
   std::vector<char> unsaved[kExtentKinds];
-  std::vector<std::span<std::byte>> saved;          // by item
-  std::vector<std::span<std::byte>> found_on_host;  // by slot of a gradient
+  std::vector<std::span<std::byte>> saved;             // by item
+  std::vector<std::span<std::byte>> measured_on_host;  // by slot of a gradient
   // By chunk: its newest gradient is zeros alone, and is not stored. A byte each, as above.
   std::vector<char> zero_gradient;
 

@@ -158,10 +158,10 @@ void Executor::Impl::land_loop(StreamId stream) {
     try {
       failed = device.synchronize(at.ended);
       if (stream != StreamId::compute) {
-        if (!failed && at.rounded_in != -1 && arrangement.found_bytes != 0)
-          failed = at.work->take_found(
+        if (!failed && at.rounded_in != -1 && arrangement.measured_bytes != 0)
+          failed = at.work->take_measured(
               layout.chunks()[at.task.chunk],
-              found_on_host[static_cast<std::size_t>(at.rounded_in)].first(arrangement.found_bytes));
+              measured_on_host[static_cast<std::size_t>(at.rounded_in)].first(arrangement.measured_bytes));
         has_room(stream);
         if (!failed) stamp_copy(at.task);
       }
@@ -186,9 +186,9 @@ void Executor::Impl::round_first(Node& at) {
   auto* rounded = reinterpret_cast<std::uint16_t*>(gradient_slot(at.rounded_in));
   device.round_gradient(StreamId::round, rounded, reinterpret_cast<const float*>(arena.data() + at.task.device_offset),
                         at.task.bytes / 2);
-  if (arrangement.found_bytes != 0)
+  if (arrangement.measured_bytes != 0)
     at.work->enqueue_measuring(layout.chunks()[at.task.chunk], device, StreamId::round, rounded,
-                               found_in(at.rounded_in));
+                               measured_in(at.rounded_in));
 }
 
 // Of a gradient what is not known to be zeros. Those are written on the host.
@@ -222,9 +222,9 @@ void Executor::Impl::start_gradient(StreamId stream, Node& at) {
     next = range.end;
   }
   copy(next, elements);
-  if (at.rounded_in != -1 && arrangement.found_bytes != 0)
-    device.copy_to_host(stream, found_on_host[static_cast<std::size_t>(at.rounded_in)].data(), found_in(at.rounded_in),
-                        arrangement.found_bytes);
+  if (at.rounded_in != -1 && arrangement.measured_bytes != 0)
+    device.copy_to_host(stream, measured_on_host[static_cast<std::size_t>(at.rounded_in)].data(),
+                        measured_in(at.rounded_in), arrangement.measured_bytes);
   task.bytes -= at.left_out;
 }
 

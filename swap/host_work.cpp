@@ -16,7 +16,7 @@ io::Error HostWork::keep_gradient(const Chunk&, Device&, const DeviceUpdate&) {
   return {.kind = io::ErrorKind::usage, .operation = "measure", .detail = "this run's updates are the host's alone"};
 }
 void HostWork::enqueue_measuring(const Chunk&, Device&, StreamId, const std::uint16_t*, std::byte*) {}
-io::Error HostWork::take_found(const Chunk&, std::span<const std::byte>) {
+io::Error HostWork::take_measured(const Chunk&, std::span<const std::byte>) {
   return {};
 }
 io::Error HostWork::catch_up(const Chunk&, std::span<std::byte>, std::span<std::byte>) {

@@ -72,7 +72,7 @@ struct HostRef {
     resident_gradient_low,
     activation_buffer,
     activations,
-    found_buffer  // what measuring a gradient on its way to the host found; no task names it
+    measured_buffer  // what measuring a gradient on its way to the host found; no task names it
   };
   Where where = Where::none;
   int index = -1;  // of the buffer; the chunk; the item

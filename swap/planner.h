@@ -49,7 +49,7 @@ class Planner {
   Plan flush(bool pending = true, StepRows rows = {});
   // From now on plans are handed over in parts, and the functions above return only the rest. So the plan of a large
   // model need not be in memory as a whole.
-  void hand_over_to(TaskEmitter::TakePart take) { emitter_.hand_over_to(std::move(take)); }
+  void stream_parts_to(TaskEmitter::TakePart take) { emitter_.stream_parts_to(std::move(take)); }
   // Call it between plans, when weights were written where they live: the device's copies of them are then stale.
   void forget_weights();
 

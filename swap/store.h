@@ -40,7 +40,7 @@ struct StoreOptions {
   bool go_back = false;
   // resume() and restore(): a read that fails is made once more after this time, because a drive that was reset is back
   // by then.
-  std::chrono::milliseconds second_look{5000};
+  std::chrono::milliseconds read_retry_delay{5000};
   std::uint64_t run_id = 0;  // 0: drawn; for tests that compare what is written
 };
 
@@ -146,7 +146,7 @@ class Store {
   io::Error make_scratch();
   io::Error take_over(const Generation& found);
   io::Error scrub(const RestoredExtent& use, const RestoreProgress& progress);
-  void wait_for_second_look(const std::string& why) const;
+  void wait_before_reading_again(const std::string& why) const;
   void notify(std::string text) const;
   // Makes `why` what every later write and commit returns; the first one stays.
   io::Error refuse_from_now_on(io::Error why);

@@ -91,7 +91,8 @@ io::Result<std::unique_ptr<Store>> Store::resume(StoreOptions options, const Lay
     if (!volume.ok()) return volume.error();
     auto generations = readable_generations(**volume);
     if (failed_at_the_drive(generations)) {
-      store->wait_for_second_look(generations.ok() ? generations->front().passed_over : generations.error().message());
+      store->wait_before_reading_again(generations.ok() ? generations->front().passed_over
+                                                        : generations.error().message());
       generations = readable_generations(**volume);
     }
     if (!generations.ok()) return generations.error();
@@ -243,7 +244,7 @@ io::Error Store::scrub(const RestoredExtent& use, const RestoreProgress& progres
     const io::Error failed = reading.completion.error;
     // A drive that does not answer was waited for long enough.
     if (failed && (failed.kind != io::ErrorKind::io || failed.error_number == ETIMEDOUT)) return failed;
-    if (failed) wait_for_second_look(failed.message());
+    if (failed) wait_before_reading_again(failed.message());
     io::Buffer found = std::move(reading.completion.buffer), again;
     if (failed || verify(reading.kind, reading.index, found.bytes().first(bytes))) {
       auto fetched = fetch(reading.kind, reading.index);
@@ -259,8 +260,8 @@ io::Error Store::scrub(const RestoredExtent& use, const RestoreProgress& progres
   return {};
 }
 
-void Store::wait_for_second_look(const std::string& why) const {
-  const auto wait = options_.second_look;
+void Store::wait_before_reading_again(const std::string& why) const {
+  const auto wait = options_.read_retry_delay;
   notify(why + "; it is read once more in " + std::to_string((wait.count() + 999) / 1000) + " s");
   std::this_thread::sleep_for(wait);
 }

@@ -165,7 +165,7 @@ void TaskEmitter::take_gradient(int chunk, std::uint64_t from) {
   const HostRef gradient = place(ExtentKind::gradient, chunk);
   download(ExtentKind::gradient, chunk, from, gradient);
   fill_in(emit(TaskKind::measure, Lane::update, {host_access(gradient, false)}), ExtentKind::gradient, chunk, gradient)
-      .found = arrangement_.found_bytes != 0;
+      .found = arrangement_.measured_bytes != 0;
   // It follows measure(), which makes the checksum that goes with the data.
   write(ExtentKind::gradient, chunk, gradient, /*follows_readers=*/true);
 }
@@ -196,7 +196,7 @@ void TaskEmitter::update(int chunk, HostRef words, Gradient gradient, bool measu
   update.gradient_low = gradient.low;
   update.state = state;
   update.measures = measures;
-  update.found = measures && arrangement_.found_bytes != 0;
+  update.found = measures && arrangement_.measured_bytes != 0;
   write(ExtentKind::hi, chunk, words);
   write(ExtentKind::state, chunk, state);
 }

@@ -31,7 +31,7 @@ class TaskEmitter {
   // From now on what is emitted is handed over in parts of some tasks, and take() returns only the rest. The memory of
   // a part is used again for the next one.
   using TakePart = std::function<void(const Plan& part)>;
-  void hand_over_to(TakePart take) { take_part_ = std::move(take); }
+  void stream_parts_to(TakePart take) { take_part_ = std::move(take); }
   // Tasks from here on serve a visit of this pass and stage.
   void serve(Pass pass, int stage);
   void serve(Pass pass) { pass_ = pass; }

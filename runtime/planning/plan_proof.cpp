@@ -41,7 +41,7 @@ void prove(const SessionPlan& plan, bool train) {
     return prove_on_demand(plan);
   swap::Planner planner(*plan.layout, plan.arrangement);
   swap::PlanChecker checker(*plan.layout, plan.arrangement);
-  planner.hand_over_to([&](const swap::Plan& part) { checker.play(part); });
+  planner.stream_parts_to([&](const swap::Plan& part) { checker.play(part); });
   bool pending = false;
   int steps = 0;  // that stand
   const auto prove_step = [&](bool commits, swap::Updates updates, bool again = false) {
@@ -61,7 +61,7 @@ void prove(const SessionPlan& plan, bool train) {
     --steps;
     prove_step(false, swap::Updates::as_arranged, /*again=*/true);
   }
-  planner.hand_over_to({});
+  planner.stream_parts_to({});
   if (pending || (steps > 0 && !plan.layout->sparse_chunks().empty())) {
     swap::StepRows rows = expected_rows(plan, steps, pending);
     const swap::StepRows last = expected_rows(plan, steps - 1, false);

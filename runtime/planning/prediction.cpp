@@ -68,7 +68,7 @@ class Clock {
       : plan_(plan), planner_(*plan.layout, plan.arrangement), simulator_(simulator), updates_(updates) {
     simulator_.restart();
     simulator_.without_records();
-    planner_.hand_over_to([this](const swap::Plan& part) { append(part); });
+    planner_.stream_parts_to([this](const swap::Plan& part) { append(part); });
   }
   Clock(const Clock&) = delete;
 

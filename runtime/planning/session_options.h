@@ -43,7 +43,7 @@ struct SessionOptions {
   double device_update_share = 0;
   // Whether device memory that is left is used as on a GPU: gradients are rounded and measured there on their way to
   // the host, and optimizer state stays there. Absent: if the device is a GPU. Changes no bit.
-  std::optional<bool> as_on_gpu;
+  std::optional<bool> uses_spare_device_memory;
   LossRule loss;  // of step()
   // How many of each position's most likely tokens an evaluation hands on (HeadScores).
   std::int64_t top = 0;

@@ -176,7 +176,7 @@ SessionPlan arrange_again(const SessionPlan& other, const ModelSpec& spec, const
   const bool can_wait = options.train && !options.storage.empty() && options.commit_every != 0 &&
                         spec.adapter_config_json.empty() && spec.base_format == WeightFormat::bf16;
   plan.exporting = can_wait ? 2 * plan.layout->max_word_bytes() : turned_factor_bytes(spec, 1);
-  const bool as_on_gpu = options.as_on_gpu.value_or(options.device == "cuda");
+  const bool uses_spare_device_memory = options.uses_spare_device_memory.value_or(options.device == "cuda");
   swap::ArrangeRequest request{
       .host_budget = options.host_memory,
       .host_workspace = std::max(plan.loading, plan.exporting),
@@ -194,9 +194,9 @@ SessionPlan arrange_again(const SessionPlan& other, const ModelSpec& spec, const
       .deferred_share = options.deferred_share,
       .device_update_share = options.device_update_share,
       .update_scratch = update_scratch_bytes(plan.packed, *plan.layout),
-      .gradient_slots = as_on_gpu,
-      .found_bytes = found_bytes(*plan.layout),
-      .state_on_device = as_on_gpu,
+      .gradient_slots = uses_spare_device_memory,
+      .measured_bytes = measured_bytes(*plan.layout),
+      .state_on_device = uses_spare_device_memory,
       .storage = !options.storage.empty(),
       .train = options.train};
   auto arranged = swap::arrange(*plan.layout, request);

@@ -28,13 +28,13 @@ struct UpdateScratch {
 };
 
 // The layout of what measuring a chunk's gradient finds: its sums and whether it is finite, without reports.
-inline UpdateScratch found_of(std::uint64_t elements) {
+inline UpdateScratch measured_of(std::uint64_t elements) {
   return {0, elements};
 }
-inline std::uint64_t found_bytes(const swap::Layout& layout) {
+inline std::uint64_t measured_bytes(const swap::Layout& layout) {
   std::uint64_t most = 0;
   for (const swap::Chunk& chunk : layout.chunks())
-    if (chunk.trainable) most = std::max<std::uint64_t>(most, found_of(chunk.elements).bytes);
+    if (chunk.trainable) most = std::max<std::uint64_t>(most, measured_of(chunk.elements).bytes);
   return most;
 }
 

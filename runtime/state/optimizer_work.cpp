@@ -30,7 +30,7 @@ void OptimizerWork::enqueue_measuring(const swap::Chunk& chunk, swap::Device& de
                                       const std::uint16_t* gradient, std::byte* found) {
   device.enqueue(stream, [gradient, found, elements = chunk.elements,
                           &refused = measured(chunk).refused](const swap::DeviceQueue& queue) {
-    const UpdateScratch at = found_of(elements);
+    const UpdateScratch at = measured_of(elements);
     try {
       if (queue.device == swap::DeviceQueue::kHost)
         optim::gradient_norm_squared(gradient, elements, at.sums_at(found));
@@ -44,10 +44,10 @@ void OptimizerWork::enqueue_measuring(const swap::Chunk& chunk, swap::Device& de
 }
 
 // The sum of a segment with an element that is not finite is not finite; no other one's is so large.
-io::Error OptimizerWork::take_found(const swap::Chunk& chunk, std::span<const std::byte> found) {
+io::Error OptimizerWork::take_measured(const swap::Chunk& chunk, std::span<const std::byte> found) {
   Measured& sums = measured(chunk);
   if (!sums.refused.empty()) return refused_by_device(chunk, sums.refused);
-  sums.squares.resize(found_of(chunk.elements).segments);
+  sums.squares.resize(measured_of(chunk.elements).segments);
   std::memcpy(sums.squares.data(), found.data(), sums.squares.size() * sizeof(double));
   sums.finite = std::ranges::all_of(sums.squares, [](double sum) { return std::isfinite(sum); });
   return {};
@@ -55,12 +55,12 @@ io::Error OptimizerWork::take_found(const swap::Chunk& chunk, std::span<const st
 
 io::Error OptimizerWork::keep_gradient(const swap::Chunk& chunk, swap::Device& device, const swap::DeviceUpdate& at) {
   constexpr auto on = swap::StreamId::update;
-  std::vector<std::byte> found(found_of(chunk.elements).bytes);
+  std::vector<std::byte> found(measured_of(chunk.elements).bytes);
   device.round_gradient(on, at.gradient, at.sum, chunk.elements);
   enqueue_measuring(chunk, device, on, at.gradient, at.scratch);
   device.copy_to_host(on, found.data(), at.scratch, found.size());
   if (io::Error failed = device.synchronize(device.record(on))) return failed;
-  if (io::Error failed = take_found(chunk, found)) return failed;
+  if (io::Error failed = take_measured(chunk, found)) return failed;
   return check_finite(chunk);
 }
 

@@ -33,7 +33,7 @@ class OptimizerWork final : public ChunkWork {
   io::Error keep_gradient(const swap::Chunk& chunk, swap::Device& device, const swap::DeviceUpdate& at) override;
   void enqueue_measuring(const swap::Chunk& chunk, swap::Device& device, swap::StreamId stream,
                          const std::uint16_t* gradient, std::byte* found) override;
-  io::Error take_found(const swap::Chunk& chunk, std::span<const std::byte> found) override;
+  io::Error take_measured(const swap::Chunk& chunk, std::span<const std::byte> found) override;
   io::Error catch_up(const swap::Chunk& chunk, std::span<std::byte> words, std::span<std::byte> state) override;
 
   // Before anything runs: how many parameters the updates have that the step before deferred, and what sparse chunks

@@ -202,7 +202,7 @@ TEST(ArrangeDevice, TiedGradientsAreHeldApartUnlessTheyAreSums) {
 }
 
 TEST(ArrangeDevice, UnitsOnDemandHaveAsManyPlacesAsANeedNames) {
-  ArrangeRequest request{.sums = true, .needed_units = 3};
+  ArrangeRequest request{.sums = true, .units_per_need = 3};
   const std::uint64_t smallest = kFixed + 3 * (40 + 80) * kKi + 2 * kSlot;
   EXPECT_TRUE(device(smallest - 1, request, Shape::on_demand).error);
   const Result made = device(smallest, request, Shape::on_demand);
@@ -272,12 +272,12 @@ TEST(ArrangeDevice, GradientsAreRoundedThereWhereTwoSlotsFit) {
 }
 
 TEST(ArrangeDevice, WhatMeasuringFindsLiesBehindEachRoundedGradient) {
-  const ArrangeRequest request{.gradient_slots = true, .found_bytes = 100};
+  const ArrangeRequest request{.gradient_slots = true, .measured_bytes = 100};
   const Arrangement made = device(1 << 30, request).made;
-  EXPECT_EQ(made.found_bytes, 100U);
+  EXPECT_EQ(made.measured_bytes, 100U);
   EXPECT_EQ(made.gradient_slot, 128 * kKi + kSector);
   EXPECT_EQ(made.device_bytes(), made.gradient_slots_begin() + 2 * made.gradient_slot);
-  EXPECT_EQ(device(kFixed + 2 * kSlot, request).made.found_bytes, 0U);  // no slots, no measuring
+  EXPECT_EQ(device(kFixed + 2 * kSlot, request).made.measured_bytes, 0U);  // no slots, no measuring
 }
 
 // Behind all else, and only where all weights lie on the device.

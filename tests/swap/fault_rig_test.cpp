@@ -77,7 +77,7 @@ class FaultRun {
     options_.scratch.gradients = false;
     options_.identity = "{}";
     options_.run_id = seed + 1;
-    options_.second_look = std::chrono::milliseconds(0);
+    options_.read_retry_delay = std::chrono::milliseconds(0);
   }
 
   Verdict run() {

@@ -18,7 +18,7 @@ namespace {
 
 struct Case {
   std::uint64_t host = 0, device = 0, chaos = 0;
-  int needed_units = 1;
+  int units_per_need = 1;
   bool async = false;  // computation is enqueued, and the client goes on
 };
 
@@ -54,7 +54,7 @@ TEST_P(OnDemandTest, RandomNeedsHaveTheBitsOfThePlainLoop) {
   auto arrangement = arrange(layout_, {.host_budget = budgets.host,
                                        .device_budget = budgets.device,
                                        .sums = true,
-                                       .needed_units = budgets.needed_units});
+                                       .units_per_need = budgets.units_per_need});
   ASSERT_TRUE(arrangement.ok()) << arrangement.error().message();
   auto device = open_cpu_device({.chaos_seed = budgets.chaos, .async_compute = budgets.async});
   auto store = Store::create({.volume = {.folders = {folder_}, .allow_buffered = true, .allow_any_filesystem = true},
@@ -124,7 +124,7 @@ TEST_P(OnDemandTest, RandomNeedsHaveTheBitsOfThePlainLoop) {
     compute(*entered, request.gradients);
     for (int parts = shape.on_demand.empty() ? 0 : static_cast<int>(random() % 5); parts > 0; --parts) {
       NeedRequest need;
-      for (int i = static_cast<int>(random() % budgets.needed_units); i >= 0; --i)
+      for (int i = static_cast<int>(random() % budgets.units_per_need); i >= 0; --i)
         if (const int unit = shape.on_demand[random() % shape.on_demand.size()];
             std::ranges::find(need.units, unit) == need.units.end())
           need.units.push_back(unit);
@@ -188,15 +188,15 @@ TEST_P(OnDemandTest, RandomNeedsHaveTheBitsOfThePlainLoop) {
 
 INSTANTIATE_TEST_SUITE_P(
     Budgets, OnDemandTest,
-    ::testing::Values(Case{.host = 64 << 20, .device = 64 << 20, .needed_units = 5},
-                      Case{.host = 64 << 20, .device = 64 << 20, .chaos = 7, .needed_units = 2},
+    ::testing::Values(Case{.host = 64 << 20, .device = 64 << 20, .units_per_need = 5},
+                      Case{.host = 64 << 20, .device = 64 << 20, .chaos = 7, .units_per_need = 2},
                       Case{.host = 2 << 20, .device = 1300 << 10},
                       Case{.host = 2 << 20, .device = 1300 << 10, .chaos = 3},
-                      Case{.host = 3 << 20, .device = 2 << 20, .chaos = 11, .needed_units = 2},
+                      Case{.host = 3 << 20, .device = 2 << 20, .chaos = 11, .units_per_need = 2},
                       Case{.host = 64 << 20, .device = 1300 << 10, .async = true},
                       Case{.host = 2 << 20, .device = 1300 << 10, .chaos = 5, .async = true},
-                      Case{.host = 64 << 20, .device = 2 << 20, .chaos = 13, .needed_units = 2, .async = true},
-                      Case{.host = 2 << 20, .device = 2 << 20, .chaos = 19, .needed_units = 2}));
+                      Case{.host = 64 << 20, .device = 2 << 20, .chaos = 13, .units_per_need = 2, .async = true},
+                      Case{.host = 2 << 20, .device = 2 << 20, .chaos = 19, .units_per_need = 2}));
 
 // Passes without gradients whose parts are planned ahead of their computation, of several micro-batches each.
 TEST_P(OnDemandTest, PartsThatArePlannedAheadHaveTheirUnits) {

@@ -42,7 +42,7 @@ class PlanInParts : public ::testing::Test {
 TEST_F(PlanInParts, HasTheTasksOfTheWhole) {
   Planner whole(layout_, arrangement_), parted(layout_, arrangement_);
   std::vector<Plan> parts;
-  parted.hand_over_to([&](const Plan& part) { parts.push_back(part); });
+  parted.stream_parts_to([&](const Plan& part) { parts.push_back(part); });
   for (const bool pending : {false, true}) {
     parts.clear();
     const Plan plan = whole.train_step(pending);
@@ -77,7 +77,7 @@ TEST_F(PlanInParts, IsProvedAsAWhole) {
     Planner planner(layout_, arrangement_);
     PlanChecker checker(layout_, arrangement_);
     int number = 0;
-    planner.hand_over_to([&](Plan part) {
+    planner.stream_parts_to([&](Plan part) {
       if (number++ == damaged) part.tasks.back().dependencies = {part.first_id + part.tasks.size()};
       checker.play(part);
     });
@@ -97,7 +97,7 @@ TEST_F(PlanInParts, TakesAsLongOnAClockThatPlayedSomethingElse) {
   Simulator fresh(layout_, rates_);
   for (Simulator* simulator : {&used, &fresh}) {
     Planner planner(layout_, arrangement_);
-    if (simulator == &used) planner.hand_over_to([&](const Plan& part) { simulator->append(part); });
+    if (simulator == &used) planner.stream_parts_to([&](const Plan& part) { simulator->append(part); });
     for (int step = 0; step < 3; ++step) {
       simulator->append(planner.train_step(step > 0));
       simulator->finish_updates();

@@ -71,7 +71,7 @@ Planned random_arrangement(std::minstd_rand& random) {
   if (random() % 2 == 0) request.device_update_share = static_cast<double>(1 + random() % 4) / 4;
   request.update_scratch = random() % 2 == 0 ? 0 : 1000;
   request.gradient_slots = planned.layout->chunks().size() % 2 == 0;
-  request.found_bytes = planned.layout->chunks().size() % 4 == 0 ? 24 : 0;
+  request.measured_bytes = planned.layout->chunks().size() % 4 == 0 ? 24 : 0;
   request.state_on_device = planned.layout->chunks().size() % 3 != 0;
   if (random() % 2 == 0) {
     for (std::size_t stage = 0; stage < planned.layout->stages().size(); ++stage) {

@@ -213,7 +213,7 @@ TEST_F(StoreResume, ADriveThatCannotReadIsNoDamage) {
   const std::vector<char> file = read_file(file_in(folder_));
   const auto options = [&](std::uint64_t begin, std::uint64_t end, const BadSectors::Healed& healed = {}) {
     StoreOptions with = options_in(folder_.path(), 2, with_bad_sectors(begin, end, healed));
-    with.second_look = std::chrono::milliseconds(5);
+    with.read_retry_delay = std::chrono::milliseconds(5);
     return with;
   };
   const io::Error refused = restore(*resume(options(newest, newest + kSector)));
@@ -240,7 +240,7 @@ TEST_F(StoreResume, ADriveThatCannotReadIsNoDamage) {
     ASSERT_EQ(damage(copy, ExtentKind::hi, 0, 3), 1);
     for (const bool go_back : {false, true}) {
       StoreOptions both = options_in(copy.path(), 2, with_bad_sectors(before, before + kSector));
-      both.second_look = std::chrono::milliseconds(5);
+      both.read_retry_delay = std::chrono::milliseconds(5);
       both.go_back = go_back;
       const io::Error wrong = restore(*resume(both));
       EXPECT_EQ(wrong.kind, io::ErrorKind::io) << wrong.message();

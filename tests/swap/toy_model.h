@@ -142,7 +142,7 @@ class ToyWork final : public HostWork {
       std::memcpy(found, &sum, sizeof(sum));
     });
   }
-  io::Error take_found(const Chunk& chunk, std::span<const std::byte> bytes) override {
+  io::Error take_measured(const Chunk& chunk, std::span<const std::byte> bytes) override {
     std::lock_guard lock(mutex_);
     std::memcpy(&found_[chunk.id], bytes.data(), sizeof(std::uint64_t));
     return {};

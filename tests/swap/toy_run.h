@@ -76,7 +76,7 @@ class Run {
                                          .deferred_share = case_.deferred,
                                          .device_update_share = case_.on_device,
                                          .gradient_slots = case_.rounds_first,
-                                         .found_bytes = case_.measures_there ? 24U : 0U,
+                                         .measured_bytes = case_.measures_there ? 24U : 0U,
                                          .state_on_device = case_.keeps_state});
     ASSERT_TRUE(arrangement.ok()) << arrangement.error().message();
     arrangement_ = std::move(arrangement).value();
@@ -318,7 +318,7 @@ inline bool equals_plain_loop(const Case& with, int blocks, int steps, std::func
   const int chunks = static_cast<int>(run.layout().chunks().size());
   EXPECT_EQ(run.work().updated, chunks * steps);
   EXPECT_EQ(run.work().measured, run.deferred_chunks() * steps);
-  EXPECT_EQ(run.work().found > 0, run.arrangement().found_bytes != 0);
+  EXPECT_EQ(run.work().found > 0, run.arrangement().measured_bytes != 0);
   EXPECT_EQ(run.work().found_otherwise, 0);
   if (with.device >= 7 * kMiB) {
     EXPECT_EQ(run.arrangement().device_resident != 0, with.keeps_state);

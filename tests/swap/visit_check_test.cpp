@@ -16,7 +16,7 @@ namespace {
 struct Planned {
   std::unique_ptr<Layout> layout;
   Arrangement arrangement;
-  int needed_units = 1;
+  int units_per_need = 1;
 };
 
 // Units of a few chunks, some frozen, some shared by two stages, some on demand of one stage or two; budgets from the
@@ -53,11 +53,11 @@ Planned random_arrangement(std::minstd_rand& random) {
     ArrangeRequest request{.host_budget = (kibibytes << 10) + random() % (4 << 20),
                            .device_budget = (kibibytes << 10) + random() % (4 << 20),
                            .sums = true,
-                           .needed_units = 1 + static_cast<int>(random() % 2)};
+                           .units_per_need = 1 + static_cast<int>(random() % 2)};
     auto result = arrange(*planned.layout, request);
     if (!result.ok()) continue;
     planned.arrangement = std::move(result).value();
-    planned.needed_units = request.needed_units;
+    planned.units_per_need = request.units_per_need;
     return planned;
   }
 }
@@ -69,7 +69,7 @@ class Client {
       : layout_(*planned.layout),
         planner_(layout_, planned.arrangement),
         checker_(layout_, planned.arrangement),
-        needed_units_(planned.needed_units),
+        units_per_need_(planned.units_per_need),
         random_(random) {}
 
   io::Error act(const std::function<void(Plan&)>& damage = {}) {
@@ -129,7 +129,7 @@ class Client {
     const std::vector<int>& on_demand = layout_.stages()[request.stage].on_demand;
     for (int need = static_cast<int>(random_() % 4); need > 0 && !on_demand.empty(); --need) {
       NeedRequest named;
-      for (int i = static_cast<int>(random_() % needed_units_); i >= 0; --i)
+      for (int i = static_cast<int>(random_() % units_per_need_); i >= 0; --i)
         if (const int unit = on_demand[random_() % on_demand.size()];
             std::ranges::find(named.units, unit) == named.units.end())
           named.units.push_back(unit);
@@ -144,7 +144,7 @@ class Client {
   const Layout& layout_;
   VisitPlanner planner_;
   VisitChecker checker_;
-  const int needed_units_;
+  const int units_per_need_;
   std::minstd_rand& random_;
   int next_ = 0;
 };

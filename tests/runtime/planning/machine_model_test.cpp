@@ -176,7 +176,7 @@ TEST(MachineModel, StepLimitedByTheLink) {
     MachineModel machine = at_once();
     (machine.card.*link).value = 1e6;
     SessionOptions options = options_of(machine);
-    options.as_on_gpu = false;  // it updates all of them
+    options.uses_spare_device_memory = false;  // it updates all of them
     const double step = predicted(machine, options).step_seconds;
     EXPECT_GE(step, expected);
     EXPECT_LE(step, 1.05 * expected);
@@ -191,7 +191,7 @@ TEST(MachineModel, StepLimitedByTheDrive) {
   machine.drives = 2;
   SessionOptions options = options_of(machine);
   options.host_memory = 3 << 19;
-  options.as_on_gpu = false;  // no state stays on the card
+  options.uses_spare_device_memory = false;  // no state stays on the card
   const Prediction prediction = predicted(machine, options);
   const double read = bytes(prediction, swap::Lane::disk_read), written = bytes(prediction, swap::Lane::disk_write),
                expected = read / 4e6 + written / 2e6;
@@ -204,7 +204,7 @@ TEST(MachineModel, StepLimitedByHostMemory) {
   MachineModel machine = at_once();
   machine.host.memory_rate.value = 1e6;
   SessionOptions options = options_of(machine);
-  options.as_on_gpu = false;  // the host updates all of them
+  options.uses_spare_device_memory = false;  // the host updates all of them
   const Prediction prediction = predicted(machine, options);
   const double weights = static_cast<double>(small().parameters());
   const double least = bytes(prediction, swap::Lane::upload) + bytes(prediction, swap::Lane::download) + 14 * weights;

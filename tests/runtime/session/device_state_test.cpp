@@ -58,7 +58,7 @@ Outcome run(const Case& which, const SessionOptions& options, Stays stays = Stay
   Session session({model, initial(11)}, options, {.weight_decay = 0.1});
   const swap::Arrangement& at = session.plan().arrangement;
   const std::uint64_t kept = session.plan().device_state_parameters, all = session.plan().packed.trainable_parameters;
-  EXPECT_EQ(at.found_bytes != 0, options.as_on_gpu.value_or(false));
+  EXPECT_EQ(at.measured_bytes != 0, options.uses_spare_device_memory.value_or(false));
   EXPECT_EQ(kept != 0, stays != Stays::none);
   if (stays == Stays::some) {
     EXPECT_LT(kept, all / 2);
@@ -109,7 +109,7 @@ TEST_P(DeviceState, HasTheBitsOfTheHost) {
     SCOPED_TRACE(::testing::Message() << "clipped " << clipped << ", deferred " << deferred);
     SessionOptions options = on_host(clipped, deferred);
     const Outcome expected = run(GetParam(), options);
-    options.as_on_gpu = true;
+    options.uses_spare_device_memory = true;
     EXPECT_TRUE(run(GetParam(), options, Stays::most) == expected);
     SessionOptions small = streamed(options, folder);
     small = with_little_room(GetParam(), small);
@@ -138,7 +138,7 @@ TEST_P(DeviceState, IsCommittedAndGoesOnUnderOtherBudgets) {
       options.commit_every = 1;
       options.resume = round > 0;
       options.chaos_seed = round;
-      options.as_on_gpu = round != 1;
+      options.uses_spare_device_memory = round != 1;
       if (round != 1) options.device_memory = 64 * kMiB;
       if (round == 2) options.host_memory = 64 * kMiB;
       const auto model = model_of(GetParam());
@@ -163,7 +163,7 @@ TEST_P(DeviceState, SpeculativeStepsAreUndoneThereToo) {
   options.device_memory = 64 * kMiB;
   options.commit_every = 1;
   options.speculation = Speculation::always;
-  options.as_on_gpu = true;
+  options.uses_spare_device_memory = true;
   EXPECT_TRUE(run(GetParam(), options, Stays::most) == expected);
 }
 
@@ -180,7 +180,7 @@ TEST(DeviceState, EveryPrecisionHasTheBitsOfTheHost) {
     SessionOptions options = on_host(true);
     options.precision = precision;
     const Outcome expected = run(cases().front(), options);
-    options.as_on_gpu = true;
+    options.uses_spare_device_memory = true;
     EXPECT_TRUE(run(cases().front(), options, Stays::most) == expected);
   }
 }
@@ -190,7 +190,7 @@ TEST(DeviceState, EveryPrecisionHasTheBitsOfTheHost) {
 TEST(DeviceState, NeitherStateNorGradientCrossesTheLink) {
   for (const bool clipped : {true, false}) {
     SessionOptions options = on_host(clipped);
-    options.as_on_gpu = true;
+    options.uses_spare_device_memory = true;
     const auto model = model_of(cases().front());
     Session session({model, initial(11)}, options);
     const auto moved = [&](swap::Lane lane) { return session.lanes()[static_cast<int>(lane)].bytes; };
@@ -222,10 +222,10 @@ TEST(DeviceState, AGradientMeasuredThereIsNotReadForIt) {
     gradient.back() = last;
     OptimizerWork work(session.plan().packed, layout, threads, std::vector<bool>(layout.chunks().size()), true, {}, {},
                        0, 3);
-    std::vector<std::byte> found(found_bytes(layout), std::byte{0xff});
+    std::vector<std::byte> found(measured_bytes(layout), std::byte{0xff});
     work.enqueue_measuring(chunk, *device, swap::StreamId::round, gradient.data(), found.data());
     EXPECT_FALSE(device->synchronize(device->record(swap::StreamId::round)));
-    EXPECT_FALSE(work.take_found(chunk, found));
+    EXPECT_FALSE(work.take_measured(chunk, found));
     EXPECT_FALSE(work.measure(chunk, {}));
     EXPECT_EQ(work.finite(), last == 0x3f80);
     if (work.finite()) {
@@ -248,7 +248,7 @@ TEST(DeviceState, TheHostNeedsNoRoomForIt) {
   };
   SessionOptions options = on_host(true);
   const auto host = least(options);
-  options.as_on_gpu = true;
+  options.uses_spare_device_memory = true;
   options.host_memory = least(options);
   EXPECT_LT(options.host_memory, host);
   EXPECT_TRUE(run(cases().front(), options, Stays::most) == run(cases().front(), on_host(true)));
@@ -260,7 +260,7 @@ TEST(DeviceState, AnExportHasTheSameBits) {
   const auto weights = [&](bool there) {
     SessionOptions options = streamed(on_host(true), folder);
     options.keep_store = true;
-    if (there) options.as_on_gpu = true;
+    if (there) options.uses_spare_device_memory = true;
     if (there) options.device_memory = 64 * kMiB;
     {
       Session session({model_of(cases().front()), initial(11)}, options);

@@ -40,15 +40,15 @@ std::vector<MicroBatch> batches(int step) {
   return all;
 }
 
-// as_on_gpu: as in SessionOptions; where not, state is the host's.
+// uses_spare_device_memory: as in SessionOptions; where not, state is the host's.
 Outcome run(const Case& which, bool stream, std::optional<double> clip, double device_update_share = 0,
-            bool as_on_gpu = true) {
+            bool uses_spare_device_memory = true) {
   SessionOptions options{.device = "cuda",
                          .device_memory = 2048 * kMiB,  // the context counts
                          .host_memory = 64 * kMiB,
                          .clip = clip,
                          .device_update_share = device_update_share,
-                         .as_on_gpu = as_on_gpu,
+                         .uses_spare_device_memory = uses_spare_device_memory,
                          .micro_batch = 2,
                          .micro_batches = 2,
                          .sequence_length = 16};
@@ -263,7 +263,7 @@ TEST_P(OnGpu, StreamedIsResident) {
 // Updates on the card have the bits of those on the host, in memory and streamed, and where state stays on the card.
 TEST_P(OnGpu, UpdatesHaveTheBitsOfTheHost) {
   for (const std::optional<double> clip : {std::optional<double>(0.05), std::optional<double>()}) {
-    const Outcome expected = run(GetParam(), false, clip, 0, /*as_on_gpu=*/false);
+    const Outcome expected = run(GetParam(), false, clip, 0, /*uses_spare_device_memory=*/false);
     for (const bool stream : {false, true})
       for (const bool stays : {false, true}) {
         const Outcome there = run(GetParam(), stream, clip, stays ? 0 : 1, stays);
