@@ -284,7 +284,15 @@ void Executor::fail(io::Error error) {
 
 std::array<LaneCounters, kLanes> Executor::counters() const {
   std::lock_guard lock(impl_->mutex);
-  return impl_->counters;
+  auto result = impl_->counters;
+  const double now = impl_->now();
+  for (const Lane lane : {Lane::disk_read, Lane::disk_write})
+    if (impl_->disk_outstanding[index_of(lane)] != 0)
+      result[index_of(lane)].busy_seconds += now - impl_->disk_since[index_of(lane)];
+  for (const Node& at : impl_->window)
+    if ((at.task.lane == Lane::commit || at.task.lane == Lane::update) && at.begin != 0 && !at.done && !at.ended)
+      result[index_of(at.task.lane)].busy_seconds += now - at.begin;
+  return result;
 }
 
 double Executor::now() const {

@@ -84,7 +84,8 @@ struct Entered {
 };
 
 // busy_seconds of copies, of computation and of updates on the device are by the device's clock, without the time that
-// they waited. Computation counts once the device has done it.
+// they waited. Computation and copies count once the device has done them; what the host and the drives do counts while
+// they do it.
 // left_out: bytes of gradients that were not moved, because they are zeros (HostWork::zero_gradient()).
 struct LaneCounters {
   std::uint64_t tasks = 0, bytes = 0, left_out = 0;

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <new>
 #include <stdexcept>
+#include <thread>
 
 #include "swap/arrange.h"
 #include "swap/executor.h"
@@ -34,6 +35,7 @@ Layout small_layout() {
 
 struct Work final : HostWork {
   std::function<void()> measuring = [] {};
+  std::function<void()> committing = [] {};
   std::function<void()> updating = [] {};
   io::Error measure(const Chunk&, std::span<const std::byte>) override {
     measuring();
@@ -41,6 +43,10 @@ struct Work final : HostWork {
   }
   io::Error update(const Chunk&, std::span<const std::byte>, std::span<std::byte>, std::span<std::byte>) override {
     updating();
+    return {};
+  }
+  std::string progress() const override {
+    committing();
     return {};
   }
 };
@@ -84,8 +90,8 @@ class Lanes : public ::testing::Test {
         ASSERT_FALSE(executor_->access(
             kind, id, true, [&](std::span<std::byte> bytes) { std::fill(bytes.begin(), bytes.end(), std::byte{1}); }));
   }
-  io::Error step(bool pending) {
-    executor_->append(planner_->train_step(pending), work_);
+  io::Error step(bool pending, bool commits = false) {
+    executor_->append(planner_->train_step(pending, commits), work_);
     const int last = static_cast<int>(layout_.stages().size()) - 1;
     for (int order = 0; order <= 2 * last; ++order) {
       const int stage = order <= last ? order : 2 * last - order;
@@ -142,6 +148,25 @@ TEST_F(Lanes, ADriveIsBusyWhileItMovesSomething) {
     EXPECT_GT(of.busy_seconds, 0) << lane_name(lane);
     EXPECT_LE(of.busy_seconds, elapsed) << lane_name(lane);
   }
+}
+
+// So what a task takes counts in the steps in which it takes it, not all in the one in which it ends.
+TEST_F(Lanes, WhatRunsStillCountsAsBusy) {
+  ASSERT_NO_FATAL_FAILURE(prepare(1 << 20));
+  std::map<Lane, double> shown;
+  const auto look = [&](Lane lane) {
+    const auto busy = [&] { return executor_->counters()[static_cast<int>(lane)].busy_seconds; };
+    const double before = busy();
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    shown[lane] = busy() - before;
+  };
+  work_->updating = [&] { look(Lane::update); };
+  work_->committing = [&] { look(Lane::commit); };
+  ASSERT_FALSE(step(false));
+  const io::Error error = step(true, true);
+  ASSERT_FALSE(error) << error.message();
+  ASSERT_FALSE(executor_->drain());
+  for (const Lane lane : {Lane::update, Lane::commit}) EXPECT_GE(shown[lane], 0.005) << lane_name(lane);
 }
 
 TEST_F(Lanes, ADeviceWithoutRoomIsSaidAtTheBeginning) {
