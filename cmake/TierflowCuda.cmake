@@ -50,5 +50,6 @@ function(tierflow_cuda_source name file)
   target_sources(tierflow_${name} PRIVATE ${file}_cuda.cu)
   set_source_files_properties(${file}_cuda.cu PROPERTIES COMPILE_OPTIONS "${TIERFLOW_CUDA_FLAGS}")
   find_package(CUDAToolkit REQUIRED)
-  target_link_libraries(tierflow_${name} PRIVATE CUDA::cudart_static)
+  # Linked alone: nvcc finds its headers itself, and the library's other sources compile as they do without CUDA.
+  target_link_libraries(tierflow_${name} PRIVATE $<LINK_ONLY:CUDA::cudart_static>)
 endfunction()

@@ -17,7 +17,9 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(BUILD / "python"))  # the package, as the build makes it
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# Here and in every program that a test starts: OpenMP's threads else spin at the end of each region, beside other tests.
+# Here and in every program that a test starts: models of tests are so small that threads cost more than they save, and OpenMP's spin at
+# the end of each region, beside other tests. Tests of threads set their number themselves.
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"
 
 

@@ -137,7 +137,7 @@ def test_each_suite_has_an_entry_of_its_own(tmp_path):
     assert [line for line in lines if line.startswith("add_test")] == [
         f"add_test([==[some_test.{name}]==] [==[{program}]==] [==[--gtest_filter={suite}.*]==])" for name, suite in (("A", "A"), ("All-B", "All/B"))
     ]
-    assert "TIMEOUT 720 COST 2" in lines[3] and "xml:/r/some_test.All-B.xml" in lines[3] and "LABELS [==[gpu]==]" in lines[3]
+    assert "TIMEOUT 720 COST 2" in lines[3] and "OMP_NUM_THREADS=1;" in lines[3] and "xml:/r/some_test.All-B.xml" in lines[3] and "LABELS [==[gpu]==]" in lines[3]
 
 
 def test_the_tests_of_a_suite_stand_in_the_place_of_its_entry(tmp_path):

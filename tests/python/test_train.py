@@ -48,13 +48,16 @@ def test_learning_rates_are_those_of_transformers(work, kind, name):
     assert [record["lr"] for record in steps_of(work / "log.json")] == pytest.approx(expected, rel=1e-12)
 
 
-def test_budgets_storage_and_engine_do_not_change_a_bit(work):
+TWO_THREADS = {"OMP_NUM_THREADS": "2"}
+
+
+def test_budgets_storage_engine_and_threads_do_not_change_a_bit(work):
     (work / "config.json").write_text(json.dumps(config(hidden=128, layers=3)))
     common = ["train", "--config", "config.json", "--data", "text.txt", "--steps", "6", "--lr", "1e-3", "--micro-batches", "2",
               "--device", "cpu", "--sequence-length", "128", "--micro-batch", "2"]
-    run(work, *common, "--out", "resident", "--device-memory", "256MiB", "--host-memory", "256MiB", "--log-json", "resident.json")
-    run(work, *common, "--out", "streamed", "--device-memory", "24MiB", "--host-memory", "1MiB", "--storage", "store", "--log-json", "streamed.json")
-    run(work, *common, "--out", "threads", "--device-memory", "64MiB", "--host-memory", "2MiB", "--storage", "store,store2", "--engine", "threads", "--log-json", "threads.json")
+    run(work, *common, "--out", "resident", "--device-memory", "256MiB", "--host-memory", "256MiB", "--log-json", "resident.json", env=TWO_THREADS)
+    run(work, *common, "--out", "streamed", "--device-memory", "24MiB", "--host-memory", "1MiB", "--storage", "store", "--log-json", "streamed.json", env=TWO_THREADS)
+    run(work, *common, "--out", "threads", "--device-memory", "64MiB", "--host-memory", "2MiB", "--storage", "store,store2", "--engine", "threads", "--log-json", "threads.json", env=TWO_THREADS)
     run(work, *common, "--out", "one", "--device-memory", "256MiB", "--host-memory", "256MiB", "--threads", "1", "--log-json", "one.json")
     resident = [(r["loss"], r["grad_norm"]) for r in steps_of(work / "resident.json")]
     assert len(resident) == 6

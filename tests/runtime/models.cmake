@@ -34,8 +34,13 @@ foreach(program models_test model_probe models_speed)
   target_include_directories(${program} PRIVATE "${CMAKE_SOURCE_DIR}")
   target_compile_options(${program} PRIVATE -O1)  # torch headers: compile time over speed
 endforeach()
-# For the other test programs of LibTorch too (session.cmake). torch/torch.h would cost each source 3 s more, used or not.
+# For the other programs of LibTorch too (session.cmake). torch/torch.h would cost each source 3 s more, used or not.
 target_precompile_headers(models_test PRIVATE <torch/nn/module.h> <torch/utils.h> <gtest/gtest.h>)
+function(tierflow_with_headers_of_models_test program)
+  target_compile_options(${program} PRIVATE $<TARGET_PROPERTY:GTest::gtest,INTERFACE_COMPILE_OPTIONS>)
+  target_precompile_headers(${program} REUSE_FROM models_test)
+endfunction()
+tierflow_with_headers_of_models_test(model_probe)
 
 if(TIERFLOW_HAS_CUDA)
   # What the compiler made of the kernels: IEEE operations alone. A logarithm in double begins with an approximate

@@ -32,10 +32,6 @@ tierflow_test(own_layers_test BY_SUITE LIBRARIES tierflow::session SOURCES sessi
 tierflow_test(references_test BY_SUITE LIBRARIES tierflow::session SOURCES session/references_test.cpp)
 tierflow_test(expert_adapters_test BY_SUITE LIBRARIES tierflow::session SOURCES models/expert_adapters_test.cpp session/expert_adapters_test.cpp)
 
-foreach(program session_test gpu_test experts_on_demand_test own_layers_test references_test expert_adapters_test)
-  target_precompile_headers(${program} REUSE_FROM models_test)
-endforeach()
-
 add_executable(bare_torch session/bare_torch.cpp)
 target_link_libraries(bare_torch PRIVATE tierflow_torch_wheel)
 
@@ -79,3 +75,7 @@ add_executable(device_bench "${CMAKE_SOURCE_DIR}/benchmarks/gpu/device_bench.cpp
 target_link_libraries(device_bench PRIVATE tierflow::session nlohmann_json::nlohmann_json tierflow_flags)
 target_include_directories(device_bench PRIVATE "${CMAKE_SOURCE_DIR}")
 target_compile_options(device_bench PRIVATE -O1)
+
+foreach(program session_test gpu_test experts_on_demand_test own_layers_test references_test expert_adapters_test adapter_probe device_bench)
+  tierflow_with_headers_of_models_test(${program})
+endforeach()
