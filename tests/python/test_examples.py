@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from play_script import play
 from rows import PLAIN, base, messages, the_library, write_rows  # noqa: F401
 from safetensors.torch import load_file
 from streaming import BUILD, TEXT, torch, transformers
@@ -23,8 +24,7 @@ def model_folder(tmp_path_factory):
 
 
 def run(script, *arguments):
-    environment = {**os.environ, "PYTHONPATH": str(BUILD / "python"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, EXAMPLES / script, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=180)
+    done = play(EXAMPLES / script, *arguments)
     assert done.returncode == 0, done.stderr
     losses = [float(found) for found in re.findall(r"loss ([0-9.]+)", done.stdout)]
     assert losses[-1] < 0.9 * losses[0], done.stdout
@@ -112,8 +112,7 @@ class OwnModel(torch.nn.Module):
 def test_adapters_of_layers_of_ones_own_in_cpp_are_pefts(tmp_path):
     """What the program writes of LibTorch modules is what PEFT makes of their twins in Python, with the losses that it printed."""
     peft = pytest.importorskip("peft")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([BUILD / "own_lora", tmp_path / "store", tmp_path / "own"], env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run([BUILD / "own_lora", tmp_path / "store", tmp_path / "own"], capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     base, before, after = (float(found) for found in re.findall(r"(?:loss|adapters) ([0-9.]+)", done.stdout))
     assert not list((tmp_path / "store").iterdir())
@@ -133,8 +132,7 @@ def adapters_work(tmp_path_factory):
 
 
 def run_adapters(script, work, folder=EXAMPLES.parent / "adapters"):
-    environment = {**os.environ, "TIERFLOW": str(BUILD / "tierflow"), "PYTHON": sys.executable, "WORK": str(work), "BASE_STEPS": "8", "STEPS": "12",
-                   "OMP_NUM_THREADS": "1"}  # fmt: skip
+    environment = {**os.environ, "TIERFLOW": str(BUILD / "tierflow"), "PYTHON": sys.executable, "WORK": str(work), "BASE_STEPS": "8", "STEPS": "12"}
     done = subprocess.run([folder / script], env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert not (work / "state").exists()

@@ -339,11 +339,11 @@ def test_adapters_of_experts_stream_as_they_are_resident_and_are_added(work, mix
 
 
 def test_adapters_of_experts_over_four_bits_are_gone_on_with(work, mixture):
-    words = [*LORA, *EXPERTS, "--lora-target-modules", "none", "--base-precision", "nf4", "--steps", "40"]
+    words = [*LORA, *EXPERTS, "--lora-target-modules", "none", "--base-precision", "nf4", "--steps", "12"]
     run(work, *words, "--out", "whole", *small())
     stored = [*words, "--out", "out", *small("--storage", "store", "--host-memory", "2MiB", "--durability", "step", "--log-json", "log.json")]
     training = start(work, *stored, delay_ms=10)
-    wait_until(lambda: (work / "log.json").exists() and len(steps_of_whole_lines(work / "log.json")) > 5)
+    wait_until(lambda: (work / "log.json").exists() and len(steps_of_whole_lines(work / "log.json")) > 3)
     training.send_signal(signal.SIGKILL)
     training.communicate()
     assert "state after step" in again(work, "status", "store").stdout

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 
 import pytest
 
@@ -360,6 +361,20 @@ def test_the_program_keeps_what_it_prepared(probe, tmp_path):
     file.write_bytes(data[:70] + b"\xff" + data[71:])
     done = probe.run(path, ok=False)
     assert done.returncode == 6 and str(file) in done.stderr and "damaged" in done.stderr
+
+
+def test_rows_are_prepared_without_loading_torch(probe, tmp_path):
+    """With it transformers takes three times as long to load."""
+    loaded = tmp_path / "loaded"
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -X importtime "$@" 2> {loaded}\n')
+    python.chmod(0o755)
+    probe.template = PLAIN
+    probe.run(write_rows(tmp_path / "a.jsonl", [{"messages": messages(chat)} for chat in CHATS]), python=str(python))
+    said = loaded.read_text().splitlines()
+    names = {line.rsplit("|", 1)[1].strip() for line in said if line.startswith("import time:")}
+    assert "transformers" in names and not {"torch", "torch._C", "torch.nn"} & names
+    assert all(line.startswith("import time:") for line in said), "nothing is said of it"
 
 
 def test_without_a_folder_rows_are_kept_where_the_program_keeps_them(probe, tmp_path, monkeypatch):
