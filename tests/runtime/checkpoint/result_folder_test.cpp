@@ -261,6 +261,7 @@ TEST(CheckpointWriter, AFinishThatFailsLeavesNothing) {
 TEST(Signals, TheFirstIsCountedAndASecondEndsTheProcess) {
   const auto raised = [](std::initializer_list<int> numbers) {
     return testing::in_child([&] {
+      for (const int number : {SIGINT, SIGTERM, SIGHUP}) std::signal(number, SIG_DFL);  // nohup leaves the last ignored
       watch_signals();
       for (const int number : numbers) std::raise(number);
       return stop_signal();
