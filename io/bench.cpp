@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cmath>
 #include <condition_variable>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <random>
@@ -137,8 +138,8 @@ std::string joined(const std::vector<std::filesystem::path>& paths) {
   return text;
 }
 
-// One block a lane, of bytes that no drive can compress or share.
-Result<Buffer> random_slab(std::size_t block, unsigned lanes) {
+// A block for each lane, of bytes that no drive can compress or share.
+Result<std::vector<Buffer>> random_blocks(std::size_t block, unsigned lanes) {
   const auto memory = static_cast<std::uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<std::uint64_t>(getpagesize());
   if (block > memory / 4 / std::max(lanes, 1U)) {
     return Error{.kind = ErrorKind::usage,
@@ -146,18 +147,17 @@ Result<Buffer> random_slab(std::size_t block, unsigned lanes) {
                  .detail = std::to_string(lanes) + " blocks of " + std::to_string(block) +
                            " bytes in flight are more than a quarter of the memory: choose a smaller block or depth"};
   }
-  Buffer slab = allocate_buffer(block * lanes);
-  if (!slab) return Error{.kind = ErrorKind::memory, .operation = "allocate", .length = block * lanes};
-  std::generate_n(reinterpret_cast<std::uint64_t*>(slab.data()), slab.size() / 8, std::mt19937_64(1));
-  return slab;
+  std::vector<Buffer> blocks = allocate_buffers(lanes, block);
+  if (blocks.empty()) return Error{.kind = ErrorKind::memory, .operation = "allocate", .length = block * lanes};
+  std::mt19937_64 random(1);
+  for (const Buffer& each : blocks)
+    std::generate_n(reinterpret_cast<std::uint64_t*>(each.data()), each.size() / 8, std::ref(random));
+  return blocks;
 }
 
-std::vector<Buffer> slices(const std::shared_ptr<const Buffer>& slab, std::size_t block) {
-  std::vector<Buffer> buffers;
-  for (std::size_t begin = 0; begin + block <= slab->size(); begin += block) {
-    buffers.push_back(part_of(slab, slab->bytes().subspan(begin, block)));
-  }
-  return buffers;
+// What allocate_buffers() cut.
+std::span<std::byte> together(const std::vector<Buffer>& buffers) {
+  return {buffers.front().data(), buffers.back().data() + buffers.back().size()};
 }
 
 std::string quoted(const std::string& text) {
@@ -177,12 +177,12 @@ Result<BenchResult> bench_storage(const BenchOptions& options) {
     return Error{
         .kind = ErrorKind::usage, .operation = "bench", .detail = "name at least one directory and a block size"};
   }
-  // The slab is freed after the volume: declared first.
   const auto drives = static_cast<unsigned>(options.folders.size());
   const unsigned lanes = drives == 1 ? options.depth : 2 * options.depth * drives;
-  Result<Buffer> made_slab = random_slab(options.block, lanes);
-  if (!made_slab) return made_slab.error();
-  const auto slab = std::make_shared<const Buffer>(std::move(made_slab).value());
+  Result<std::vector<Buffer>> made_blocks = random_blocks(options.block, lanes);
+  if (!made_blocks) return made_blocks.error();
+  // Freed after the volume, which knows this memory: declared first.
+  std::vector<Buffer> buffers = std::move(made_blocks).value();
 
   const VolumeOptions wanted = volume_options(options);
   Result<std::unique_ptr<Volume>> made = Error{.kind = ErrorKind::usage};
@@ -203,7 +203,7 @@ Result<BenchResult> bench_storage(const BenchOptions& options) {
     }
   } cleanup{*volume, options.keep};
 
-  volume->register_memory(slab->bytes());
+  volume->register_memory(together(buffers));
   const VolumeMode mode = volume->mode();
   BenchResult result{.folders = options.folders,
                      .engine = mode.engine,
@@ -215,7 +215,6 @@ Result<BenchResult> bench_storage(const BenchOptions& options) {
                      .depth = options.depth,
                      .speeds = options.speeds,
                      .warnings = mode.warnings};
-  std::vector<Buffer> buffers = slices(slab, options.block);
   const auto measure = [&](const char* phase, Pattern pattern, double seconds, Rate& rate) {
     if (options.progress)
       options.progress(std::string(engine_name(mode.engine)) + " on " + joined(options.folders) + ": " + phase);
@@ -225,6 +224,7 @@ Result<BenchResult> bench_storage(const BenchOptions& options) {
   // Space that was only reserved reads as zeros without touching the drive, and its first write is dearer.
   if (fresh) {
     if (Error error = measure("filling", Pattern::write, 0, rate)) return error;
+    result.first_write_gb_s = rate.gb_s;
     if (Error error = volume->flush()) return error;
   }
   if (options.write) {
@@ -254,7 +254,8 @@ std::string BenchResult::json() const {
   text.imbue(std::locale::classic());
   text.precision(4);
   text << R"({"engine":")" << engine_name(engine) << R"(","direct":)" << (direct ? "true" : "false");
-  text << R"(,"read_gb_s":)" << read_gb_s << R"(,"write_gb_s":)" << write_gb_s << R"(,"mixed_gb_s":)" << mixed_gb_s;
+  text << R"(,"read_gb_s":)" << read_gb_s << R"(,"write_gb_s":)" << write_gb_s << R"(,"mixed_gb_s":)" << mixed_gb_s
+       << R"(,"first_write_gb_s":)" << first_write_gb_s;
   text << R"(,"folders":[)";
   for (std::size_t i = 0; i < folders.size(); ++i) text << (i == 0 ? "" : ",") << quoted(folders[i].string());
   if (!speeds.empty()) {

@@ -35,8 +35,9 @@ struct BenchResult {
   std::uint64_t bytes = 0;
   std::size_t block = 0;
   unsigned depth = 0;
-  std::vector<double> speeds;                                // proportion of the stripes; empty: equal
-  double write_gb_s = 0, read_gb_s = 0, mixed_gb_s = 0;      // 10^9 bytes a second; 0 where not measured
+  std::vector<double> speeds;                            // proportion of the stripes; empty: equal
+  double write_gb_s = 0, read_gb_s = 0, mixed_gb_s = 0;  // 10^9 bytes a second; 0 where not measured
+  double first_write_gb_s = 0;  // of the pass that fills new files, which is dearer; 0 where they were there
   double write_cores_per_gb_s = 0, read_cores_per_gb_s = 0;  // processor time of the whole process
   Latency write_latency, read_latency;                       // of the slowest drive, all passes together
   std::vector<std::string> warnings;

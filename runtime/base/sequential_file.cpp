@@ -6,11 +6,11 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <future>
 #include <utility>
 
 #include "io/checksum.h"
 #include "io/descriptor.h"
+#include "io/file.h"
 #include "io/thread.h"
 #include "runtime/base/exception.h"
 
@@ -21,109 +21,206 @@ constexpr std::size_t piece_bytes = 4 << 20, alignment = 4096;
 // Of a file that goes through the page cache: it is pushed out and dropped in windows of this size.
 constexpr std::uint64_t window = 64 << 20;
 
-// With O_DIRECT where the file system allows that.
-File open_past_cache(const std::filesystem::path& path, int flags) {
-  File file(::open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW | O_DIRECT, 0644));
-  if (!file && errno == EINVAL) file = File(::open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW, 0644));
-  return file;
-}
-
 }  // namespace
 
-SequentialFile::SequentialFile(std::filesystem::path path) : path_(std::move(path)) {
-  for (auto& piece : pieces_) {
-    piece.reset(static_cast<std::byte*>(std::aligned_alloc(alignment, piece_bytes)));
-    if (!piece) fail_system("allocate memory to write", path_.string(), ENOMEM);
-  }
-  file_ = open_past_cache(path_, O_WRONLY | O_CREAT | O_TRUNC);
-  if (!file_) fail_system("create", path_.string(), errno);
-  direct_ = (fcntl(file_.fd(), F_GETFL) & O_DIRECT) != 0;
-  if (io::Error error = io::start_thread(thread_, "tierflow-write", [this] { write_pieces(); })) {
+SequentialFile::SequentialFile(std::filesystem::path path, std::uint64_t bytes)
+    : path_(std::move(path)),
+      bytes_(bytes),
+      hashes_((bytes + piece_bytes - 1) / piece_bytes),
+      free_(io::allocate_buffers(lanes + 1, piece_bytes)) {
+  if (free_.empty()) fail_system("allocate memory to write", path_.string(), ENOMEM);
+  open(O_WRONLY | O_CREAT | O_TRUNC);
+  try {
+    reserve_room();
+    for (std::thread& thread : threads_)
+      throw_if(io::start_thread(thread, "tierflow-write", [this] { move_pieces(); }));
+  } catch (...) {
+    end_lanes();
     unlink(path_.c_str());
-    throw Exception(std::move(error));
+    throw;
   }
 }
 
 SequentialFile::~SequentialFile() {
+  end_lanes();
+}
+
+void SequentialFile::end_lanes() {
   {
     std::lock_guard lock(mutex_);
     ended_ = true;
   }
   changed_.notify_all();
-  thread_.join();
+  for (std::thread& thread : threads_)
+    if (thread.joinable()) thread.join();
+}
+
+void SequentialFile::open(int flags) {
+  constexpr int always = O_CLOEXEC | O_NOFOLLOW;
+  file_ = File(::open(path_.c_str(), flags | always, 0644));
+  if (!file_) fail_system((flags & O_CREAT) != 0 ? "create" : "open", path_.string(), errno);
+  direct_file_ = File(::open(path_.c_str(), (flags & O_ACCMODE) | O_DIRECT | always));
+  direct_ = static_cast<bool>(direct_file_);
+}
+
+// Pieces that make the file longer are written one after the other, because the file system takes them so.
+void SequentialFile::reserve_room() {
+  if (bytes_ == 0) return;
+  const io::FileSizeSignalGuard guard;
+  int status = 0;
+  do {
+    status = fallocate(file_.fd(), 0, 0, static_cast<off_t>(bytes_)) == 0 ? 0 : errno;
+  } while (status == EINTR);
+  if (status == ENOSPC || status == EDQUOT || status == EFBIG || status == EIO)
+    fail_system("reserve room for", path_.string(), status);
+  together_ = direct_ && status == 0;
 }
 
 void SequentialFile::write(std::span<const std::byte> bytes) {
   while (!bytes.empty()) {
+    if (!filling_) filling_ = free_buffer();
     const std::size_t count = std::min(bytes.size(), piece_bytes - filled_);
-    std::memcpy(pieces_[filling_].get() + filled_, bytes.data(), count);
+    if (count > bytes_ - handed_over_ - filled_)
+      fail(io::ErrorKind::usage, path_.string(), "more bytes are written than were announced");
+    std::memcpy(filling_.data() + filled_, bytes.data(), count);
     filled_ += count;
     bytes = bytes.subspan(count);
-    if (filled_ == piece_bytes) hand_over();
+    if (filled_ == piece_bytes) hand_over_filled();
   }
 }
 
 void SequentialFile::finish() {
-  hand_over();
-  std::unique_lock lock(mutex_);
-  wait_until_written(lock);
+  hand_over_filled();
+  wait_until_moved();
+  if (handed_over_ != bytes_)
+    fail(io::ErrorKind::usage, path_.string(), "fewer bytes were written than were announced");
   if (fsync(file_.fd()) != 0) fail_system("flush", path_.string(), errno);
-  if (!direct_) posix_fadvise(file_.fd(), 0, 0, POSIX_FADV_DONTNEED);
   read_back();
 }
 
-void SequentialFile::hand_over() {
-  if (before_ && filled_ != 0) before_(filled_);
-  std::unique_lock lock(mutex_);
-  wait_until_written(lock);
-  if (filled_ != 0) hashes_.push_back(io::content_hash({pieces_[filling_].get(), filled_}));
-  handed_over_ = std::exchange(filled_, 0);
-  filling_ = 1 - filling_;
+void SequentialFile::hand_over_filled() {
+  if (filled_ == 0) return;
+  if (before_) before_(filled_);
+  hand_over({.move = Move::write, .buffer = std::move(filling_), .at = handed_over_, .bytes = filled_});
+  handed_over_ += std::exchange(filled_, 0);
+}
+
+void SequentialFile::hand_over(Piece piece) {
+  {
+    std::lock_guard lock(mutex_);
+    waiting_.push_back(std::move(piece));
+  }
   changed_.notify_all();
 }
 
-void SequentialFile::wait_until_written(std::unique_lock<std::mutex>& lock) {
-  changed_.wait(lock, [&] { return handed_over_ == 0; });
+io::Buffer SequentialFile::free_buffer() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return !free_.empty() || error_; });
+  if (error_) std::rethrow_exception(error_);
+  io::Buffer buffer = std::move(free_.back());
+  free_.pop_back();
+  return buffer;
+}
+
+void SequentialFile::wait_until_moved() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return waiting_.empty() && under_way_ == 0; });
   if (error_) std::rethrow_exception(error_);
 }
 
-void SequentialFile::write_pieces() {
+void SequentialFile::move_pieces() {
   std::unique_lock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [&] { return handed_over_ != 0 || ended_; });
+    changed_.wait(lock, [&] { return ended_ || (!waiting_.empty() && (together_ || under_way_ == 0)); });
     if (ended_) return;
-    const std::span<const std::byte> piece(pieces_[1 - filling_].get(), handed_over_);
+    Piece piece = std::move(waiting_.front());
+    waiting_.pop_front();
+    ++under_way_;
+    const bool direct = direct_, given_up = error_ != nullptr;
     lock.unlock();
+    bool done = true;
     std::exception_ptr error;
     try {
-      write_piece(piece);
+      if (!given_up) done = moved(piece, direct);
     } catch (...) {
       error = std::current_exception();
     }
     lock.lock();
-    if (error) error_ = error;
-    handed_over_ = 0;
+    --under_way_;
+    if (error && !error_) error_ = error;
+    if (done) {
+      free_.push_back(std::move(piece.buffer));
+    } else {
+      direct_ = together_ = false;
+      waiting_.push_front(std::move(piece));
+    }
     changed_.notify_all();
   }
 }
 
-void SequentialFile::write_piece(std::span<const std::byte> piece) {
-  if (const std::size_t blocks = piece.size() / alignment * alignment; direct_ && blocks != 0) {
-    const io::Moved moved = io::write_all(file_.fd(), {}, piece.first(blocks));
-    if (moved.error_number != 0 && moved.error_number != EINVAL)
-      fail_system("write", path_.string(), moved.error_number);
-    piece = piece.subspan(moved.bytes);
-    written_ += moved.bytes;
+// False: the file system moves no such blocks after all; the piece has to go through the page cache.
+bool SequentialFile::moved(const Piece& piece, bool direct) {
+  if (piece.move == Move::write) return write_piece(piece, direct);
+  check_piece(piece, direct);
+  return true;
+}
+
+bool SequentialFile::write_piece(const Piece& piece, bool direct) {
+  const std::span<const std::byte> bytes = piece.content();
+  hashes_[piece.at / piece_bytes] = io::content_hash(bytes);
+  const std::size_t blocks = direct ? bytes.size() / alignment * alignment : 0;
+  const io::Moved moved = io::write_all(direct_file_.fd(), piece.at, bytes.first(blocks));
+  if (moved.error_number == EINVAL) return false;
+  if (moved.error_number != 0) fail_system("write", path_.string(), moved.error_number);
+  write_exactly(file_, path_, bytes.subspan(blocks), piece.at + blocks);
+  if (!direct) push_out(piece.at + bytes.size());
+  return true;
+}
+
+void SequentialFile::check_piece(const Piece& piece, bool direct) {
+  const std::span<std::byte> into = piece.content();
+  std::size_t bytes = 0;
+  if (direct) {
+    const std::size_t blocks = (into.size() + alignment - 1) / alignment * alignment;
+    const ssize_t moved = pread(direct_file_.fd(), into.data(), blocks, static_cast<off_t>(piece.at));
+    bytes = moved < 0 ? 0 : std::min(into.size(), static_cast<std::size_t>(moved));
   }
-  if (piece.empty()) return;
-  // The end of the file, or a file system that moves no such blocks after all: the rest goes through the page cache.
-  if (std::exchange(direct_, false)) {
-    if (fcntl(file_.fd(), F_SETFL, 0) != 0) fail_system("open without O_DIRECT", path_.string(), errno);
-    pushed_ = written_;
+  // Of a file system that moves no such blocks, or of an error, which comes again.
+  if (bytes < into.size()) read_exactly(file_, path_, piece.at + bytes, into.subspan(bytes));
+  if (io::content_hash(into) == hashes_[piece.at / piece_bytes]) return;
+  throw Exception({.kind = io::ErrorKind::corruption,
+                   .operation = "read back",
+                   .path = path_.string(),
+                   .offset = piece.at,
+                   .length = into.size(),
+                   .detail = "the drive gives other bytes than were written: check the drive and the memory, or "
+                             "write to another drive"});
+}
+
+void SequentialFile::read_back() {
+  // Pages that are left would be compared with themselves.
+  posix_fadvise(file_.fd(), 0, 0, POSIX_FADV_DONTNEED);
+  {
+    std::lock_guard lock(mutex_);
+    open(O_RDONLY);
+    together_ = true;
   }
-  write_exactly(file_, path_, piece);
-  written_ += piece.size();
-  push_out();
+  for (std::uint64_t at = 0; at < bytes_; at += piece_bytes) {
+    const std::size_t bytes = std::min<std::uint64_t>(piece_bytes, bytes_ - at);
+    if (before_) before_(bytes);
+    hand_over({.move = Move::check, .buffer = free_buffer(), .at = at, .bytes = bytes});
+  }
+  wait_until_moved();
+  posix_fadvise(file_.fd(), 0, 0, POSIX_FADV_DONTNEED);
+}
+
+void SequentialFile::push_out(std::uint64_t written) {
+  if (written < pushed_ + 2 * window) return;
+  // Waits for the window before the newest one, which is on its way to the drive.
+  sync(pushed_ + window, SYNC_FILE_RANGE_WRITE);
+  sync(pushed_, SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
+  posix_fadvise(file_.fd(), static_cast<off_t>(pushed_), static_cast<off_t>(window), POSIX_FADV_DONTNEED);
+  pushed_ += window;
 }
 
 // A write that failed on its way to the drive is reported once, to whoever waits for it first: fsync() may be too late.
@@ -132,50 +229,6 @@ void SequentialFile::sync(std::uint64_t begin, unsigned how) {
   const int error = errno;
   if (error != ENOSYS && error != EINVAL && error != ESPIPE && error != EOPNOTSUPP)
     fail_system("flush", path_.string(), error);
-}
-
-void SequentialFile::read_back() {
-  const File file = open_past_cache(path_, O_RDONLY);
-  if (!file) fail_system("open", path_.string(), errno);
-  const auto piece = [&](std::size_t index) {
-    return std::span(pieces_[index % 2].get(), std::min(piece_bytes, written_ - index * piece_bytes));
-  };
-  const auto fetch = [&](std::size_t index) {
-    const std::span<std::byte> into = piece(index);
-    const std::uint64_t at = index * piece_bytes;
-    const std::size_t blocks = (into.size() + alignment - 1) / alignment * alignment;
-    const ssize_t moved = pread(file.fd(), into.data(), blocks, static_cast<off_t>(at));
-    const std::size_t bytes = moved < 0 ? 0 : static_cast<std::size_t>(moved);
-    if (bytes >= into.size()) return;
-    // A file system that moves no such blocks, or an error, which comes again.
-    if (fcntl(file.fd(), F_SETFL, 0) != 0) fail_system("open without O_DIRECT", path_.string(), errno);
-    read_exactly(file, path_, at + bytes, into.subspan(bytes));
-  };
-  std::future<void> arrives;
-  for (std::size_t index = 0; index < hashes_.size(); ++index) {
-    if (before_) before_(piece(index).size());
-    if (index == 0) arrives = std::async(fetch, index);
-    arrives.get();
-    if (index + 1 < hashes_.size()) arrives = std::async(fetch, index + 1);
-    if (io::content_hash(piece(index)) != hashes_[index])
-      throw Exception({.kind = io::ErrorKind::corruption,
-                       .operation = "read back",
-                       .path = path_.string(),
-                       .offset = index * piece_bytes,
-                       .length = piece(index).size(),
-                       .detail = "the drive gives other bytes than were written: check the drive and the memory, or "
-                                 "write to another drive"});
-  }
-  posix_fadvise(file.fd(), 0, 0, POSIX_FADV_DONTNEED);
-}
-
-void SequentialFile::push_out() {
-  if (written_ - pushed_ < 2 * window) return;
-  // Waits for the window before the newest one, which is on its way to the drive.
-  sync(pushed_ + window, SYNC_FILE_RANGE_WRITE);
-  sync(pushed_, SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
-  posix_fadvise(file_.fd(), static_cast<off_t>(pushed_), static_cast<off_t>(window), POSIX_FADV_DONTNEED);
-  pushed_ += window;
 }
 
 }  // namespace tierflow

@@ -39,15 +39,16 @@ std::uint64_t bytes_of(const TensorHeader& tensor, const std::string& where) {
   return bytes;
 }
 
+// `exponent`: all ones in its place. Compilers make vectors of this loop.
 template <class Word>
 bool any_all_ones(std::span<const std::byte> bytes, Word exponent) {
-  bool found = false;
-  for (std::size_t at = 0; at + sizeof(Word) <= bytes.size(); at += sizeof(Word)) {
+  Word found = 0;
+  for (std::size_t i = 0; i < bytes.size() / sizeof(Word); ++i) {
     Word word;
-    std::memcpy(&word, bytes.data() + at, sizeof word);
-    found |= (word & exponent) == exponent;
+    std::memcpy(&word, bytes.data() + i * sizeof word, sizeof word);
+    found |= static_cast<Word>((word & exponent) == exponent);
   }
-  return found;
+  return found != 0;
 }
 
 // Of whole numbers of that type.
@@ -142,9 +143,6 @@ struct CheckpointWriter::Impl {
 
   void open_shard() {
     const Shard& current = shards[shard];
-    file.emplace(temporary(shard));
-    file->before_each_move(before_move);
-    temporaries.insert(temporary(shard));
     Json header;
     header["__metadata__"]["format"] = "pt";
     std::uint64_t offset = 0;
@@ -158,6 +156,9 @@ struct CheckpointWriter::Impl {
     text.append((8 - text.size() % 8) % 8, ' ');
     const std::uint64_t length = text.size();
     text.insert(0, reinterpret_cast<const char*>(&length), sizeof length);
+    file.emplace(temporary(shard), text.size() + current.bytes);
+    file->before_each_move(before_move);
+    temporaries.insert(temporary(shard));
     file->write(std::as_bytes(std::span(text.data(), text.size())));
   }
 

@@ -183,13 +183,14 @@ TEST(BenchTest, TheLineHasEveryField) {
   result.read_gb_s = 3.25;
   result.write_gb_s = 4.25;
   result.mixed_gb_s = 5.25;
+  result.first_write_gb_s = 8.25;
   result.read_cores_per_gb_s = 6.25;
   result.write_cores_per_gb_s = 7.25;
   using std::chrono::microseconds;
   result.read_latency = {.count = 1, .p50 = microseconds(10), .p99 = microseconds(20), .longest = microseconds(30)};
   result.write_latency = {.count = 1, .p50 = microseconds(40), .p99 = microseconds(50), .longest = microseconds(60)};
   EXPECT_EQ(result.json(),
-            R"({"engine":"libaio","direct":true,"read_gb_s":3.25,"write_gb_s":4.25,"mixed_gb_s":5.25,)"
+            R"({"engine":"libaio","direct":true,"read_gb_s":3.25,"write_gb_s":4.25,"mixed_gb_s":5.25,"first_write_gb_s":8.25,)"
             R"("folders":["a \"b\"","c d"],"speeds":[1.5,2.5],"bytes":7,"block":8,"depth":9,)"
             R"("registered_buffers":false,"registered_files":true,"read_latency_us":{"p50":10,"p99":20,"max":30},)"
             R"("write_latency_us":{"p50":40,"p99":50,"max":60},"read_cores_per_gb_s":6.25,"write_cores_per_gb_s":7.25,)"

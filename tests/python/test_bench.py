@@ -25,7 +25,7 @@ def test_storage_reports_each_engine_and_the_volume(tierflow, tmp_path):
     assert len(lines) == 3 * len(engines)
     for line in lines:
         assert isinstance(line["direct"], bool)
-        assert min(line["read_gb_s"], line["write_gb_s"], line["mixed_gb_s"]) > 0
+        assert min(line["read_gb_s"], line["write_gb_s"], line["mixed_gb_s"], line["first_write_gb_s"]) > 0
         for side in "read", "write":
             latency = line[f"{side}_latency_us"]
             assert 0 < latency["p50"] <= latency["p99"] <= latency["max"]

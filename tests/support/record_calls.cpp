@@ -157,6 +157,7 @@ int io_uring_submit_and_wait_timeout(io_uring* ring, io_uring_cqe** entry, unsig
 ssize_t pwrite(int descriptor, const void* bytes, size_t count, off_t offset) {
   const auto real = next<decltype(&pwrite)>("pwrite");
   maybe_die([&] { (void)!real(descriptor, bytes, count / 2 / 4096 * 4096, offset); });
+  if (fails("write", path_of(descriptor))) return -1;
   return real(descriptor, bytes, count, offset);
 }
 ssize_t pwrite64(int descriptor, const void* bytes, size_t count, off_t offset) {

@@ -5,13 +5,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <fstream>
 #include <iterator>
 #include <string>
-#include <thread>
 
-#include "io/descriptor.h"
 #include "runtime/base/exception.h"
 #include "tests/support/system_calls.h"
 #include "tests/support/temp_dir.h"
@@ -31,7 +30,7 @@ std::string numbered(std::size_t bytes) {
 }
 
 void write_in_parts(const std::filesystem::path& path, const std::string& text, std::size_t part) {
-  SequentialFile file(path);
+  SequentialFile file(path, text.size());
   for (std::size_t at = 0; at < text.size(); at += part)
     file.write(std::as_bytes(std::span(text.data() + at, std::min(part, text.size() - at))));
   file.finish();
@@ -67,7 +66,7 @@ TEST(SequentialFile, WhatGoesThroughThePageCacheDoesNotStayThere) {
       if (call.name == "sync_file_range") return pushed;
       return {};
     });
-    SequentialFile file(folder.path() / "file");
+    SequentialFile file(folder.path() / "file", 129 * text.size());
     for (int i = 0; i < 129; ++i) file.write(std::as_bytes(std::span(text)));
     file.finish();
     std::vector<long> begins;
@@ -89,7 +88,7 @@ TEST(SequentialFile, WhatGoesThroughThePageCacheDoesNotStayThere) {
 TEST(SequentialFile, AFlushThatFailsIsAnError) {
   testing::TempDir folder;
   const testing::SystemCalls calls(testing::failing("fsync", EIO));
-  SequentialFile file(folder.path() / "file");
+  SequentialFile file(folder.path() / "file", sizeof "some bytes");
   file.write(std::as_bytes(std::span("some bytes")));
   try {
     file.finish();
@@ -102,13 +101,13 @@ TEST(SequentialFile, AFlushThatFailsIsAnError) {
 
 TEST(SequentialFile, AnErrorOfAnEarlierPieceIsThrownAndThrownAgain) {
   const std::string text = numbered(20 << 20);
-  SequentialFile file("/dev/full");
+  SequentialFile file("/dev/full", text.size());
   EXPECT_THROW(file.write(std::as_bytes(std::span(text))), Exception);
   EXPECT_THROW(file.finish(), Exception);
 }
 
 TEST(SequentialFile, AnErrorOfTheLastPieceIsThrownAtTheEnd) {
-  SequentialFile file("/dev/full");
+  SequentialFile file("/dev/full", sizeof "some bytes");
   file.write(std::as_bytes(std::span("some bytes")));
   try {
     file.finish();
@@ -121,15 +120,19 @@ TEST(SequentialFile, AnErrorOfTheLastPieceIsThrownAtTheEnd) {
 
 TEST(SequentialFile, OtherBytesOnTheDriveAreNoticed) {
   testing::TempDir folder;
-  const std::string text = numbered(10 << 20);
-  for (const std::uint64_t place : {100UL, (8UL << 20) - 1}) {
-    const std::filesystem::path path = folder.path() / "file";
-    SequentialFile file(path);
+  const std::string text = numbered((10 << 20) + 77);
+  const std::filesystem::path path = folder.path() / "file";
+  for (const std::uint64_t place : {100UL, (8UL << 20) - 1, (10UL << 20) + 76}) {
+    const testing::SystemCalls calls([&](const testing::SystemCall& call) -> std::optional<long> {
+      if (call.name == "fsync") {
+        std::fstream file(path, std::ios::binary | std::ios::in | std::ios::out);
+        file.seekp(static_cast<std::streamoff>(place));
+        file.put(static_cast<char>(text[place] ^ 1));
+      }
+      return {};
+    });
+    SequentialFile file(path, text.size());
     file.write(std::as_bytes(std::span(text)));
-    while (std::filesystem::file_size(path) < 8U << 20) std::this_thread::yield();
-    const io::Descriptor other(open(path.c_str(), O_WRONLY | O_CLOEXEC));
-    const char wrong = static_cast<char>(text[place] ^ 1);
-    ASSERT_EQ(pwrite(other.fd(), &wrong, 1, static_cast<off_t>(place)), 1);
     try {
       file.finish();
       FAIL() << place;
@@ -143,25 +146,28 @@ TEST(SequentialFile, OtherBytesOnTheDriveAreNoticed) {
 
 TEST(SequentialFile, EveryByteIsAnnouncedBeforeItIsWrittenAndBeforeItIsReadBack) {
   testing::TempDir folder;
-  const auto path = folder.path() / "file";
-  const std::vector<std::byte> bytes(9'500'000, std::byte{5});
-  SequentialFile file(path);
-  std::uint64_t announced = 0;
-  file.before_each_move([&](std::uint64_t count) {
-    EXPECT_LE(std::filesystem::file_size(path), announced);
-    announced += count;
+  std::atomic<std::uint64_t> announced = 0, moved = 0;
+  const testing::SystemCalls calls([&](const testing::SystemCall& call) -> std::optional<long> {
+    if (call.name == "pwrite" || call.name == "pread")
+      moved += static_cast<std::uint64_t>(std::min(call.argument, static_cast<long>(4 << 20)));
+    EXPECT_LE(moved / 4096 * 4096, announced + 4095);
+    return {};
   });
+  const std::vector<std::byte> bytes(9'500'000, std::byte{5});
+  SequentialFile file(folder.path() / "file", bytes.size());
+  file.before_each_move([&](std::uint64_t count) { announced += count; });
   file.write(bytes);
   EXPECT_GT(announced, 8'000'000U);
   EXPECT_LT(announced, bytes.size());
   file.finish();
   EXPECT_EQ(announced, 2 * bytes.size());
+  EXPECT_GE(moved, announced);
 }
 
 TEST(SequentialFile, WhoeverIsToldOfAMoveMayEndIt) {
   testing::TempDir folder;
   for (const std::uint64_t end_at : {std::uint64_t{1}, std::uint64_t{9'500'001}}) {
-    SequentialFile file(folder.path() / "file");
+    SequentialFile file(folder.path() / "file", 9'500'000);
     std::uint64_t announced = 0;
     file.before_each_move([&](std::uint64_t count) {
       announced += count;
@@ -181,7 +187,7 @@ TEST(SequentialFile, WhoeverIsToldOfAMoveMayEndIt) {
 TEST(SequentialFile, ALinkIsNotFollowed) {
   testing::TempDir folder;
   std::filesystem::create_symlink("elsewhere", folder.path() / "file");
-  EXPECT_THROW(SequentialFile(folder.path() / "file"), Exception);
+  EXPECT_THROW(SequentialFile(folder.path() / "file", 1), Exception);
   EXPECT_TRUE(std::filesystem::is_symlink(folder.path() / "file"));
   EXPECT_FALSE(std::filesystem::exists(folder.path() / "elsewhere"));
 }
@@ -189,8 +195,71 @@ TEST(SequentialFile, ALinkIsNotFollowed) {
 TEST(SequentialFile, MayBeGivenUp) {
   testing::TempDir folder;
   const std::string text = numbered(9 << 20);
-  { SequentialFile(folder.path() / "file").write(std::as_bytes(std::span(text))); }
+  { SequentialFile(folder.path() / "file", text.size()).write(std::as_bytes(std::span(text))); }
   EXPECT_LE(std::filesystem::file_size(folder.path() / "file"), text.size());
+}
+
+TEST(SequentialFile, HasRoomForAllOfItBeforeTheFirstByte) {
+  testing::TempDir folder;
+  {
+    const testing::SystemCalls calls;
+    SequentialFile file(folder.path() / "file", 5'000'000);
+    ASSERT_EQ(calls.count("fallocate"), 1U);
+    EXPECT_EQ(calls.seen()[2].argument, 5'000'000);
+  }
+  for (const int error : {ENOSPC, EDQUOT, EFBIG}) {
+    const testing::SystemCalls calls(testing::failing("fallocate", error));
+    try {
+      const SequentialFile file(folder.path() / "full", 5'000'000);
+      FAIL() << error;
+    } catch (const Exception& thrown) {
+      EXPECT_EQ(thrown.error().error_number, error);
+    }
+    EXPECT_FALSE(std::filesystem::exists(folder.path() / "full"));
+  }
+}
+
+// What a file system without reservations, or one that refuses blocks only when they come, makes of it.
+TEST(SequentialFile, IsTheSameFileWhereTheFileSystemDoesLess) {
+  testing::TempDir folder;
+  const std::string text = numbered((13 << 20) + 4097);
+  const auto holds = [&](const testing::Answer& answer) {
+    const testing::SystemCalls calls(answer);
+    write_in_parts(folder.path() / "file", text, 1 << 20);
+    EXPECT_TRUE(read(folder.path() / "file") == text);
+    return calls.seen();
+  };
+  holds(testing::failing("fallocate", EOPNOTSUPP));
+  holds(testing::failing("pwrite", EINVAL, {}, 1));
+  holds(testing::failing("pread", EINVAL, {}, 1));
+  // A block that is written in parts.
+  holds([](const testing::SystemCall& call) -> std::optional<long> {
+    if (call.name == "pwrite" && call.argument > 4096) return call.argument / 4096 / 2 * 4096;
+    return {};
+  });
+}
+
+TEST(SequentialFile, GrowsPieceByPieceWhereNoRoomIsReserved) {
+  testing::TempDir folder;
+  const auto path = folder.path() / "file";
+  std::uint64_t written = 0;
+  const testing::SystemCalls calls([&](const testing::SystemCall& call) -> std::optional<long> {
+    if (call.name == "fallocate") return -EOPNOTSUPP;
+    if (call.name != "pwrite") return {};
+    EXPECT_EQ(std::filesystem::file_size(path), written);
+    written += static_cast<std::uint64_t>(call.argument);
+    return {};
+  });
+  write_in_parts(path, numbered(40 << 20), 5 << 20);
+  EXPECT_EQ(written, 40U << 20);
+}
+
+TEST(SequentialFile, HasTheLengthThatWasAnnouncedOrIsAnError) {
+  testing::TempDir folder;
+  SequentialFile file(folder.path() / "file", 10);
+  file.write(std::as_bytes(std::span("12345678", 8)));
+  EXPECT_THROW(file.write(std::as_bytes(std::span("901", 3))), Exception);
+  EXPECT_THROW(file.finish(), Exception);
 }
 
 }  // namespace
