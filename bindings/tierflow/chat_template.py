@@ -5,6 +5,7 @@ import typing
 from tierflow.row_files import BadRow, Refusal
 from tierflow.script_process import one_line
 
+OF_DICTS = frozenset(dir(dict))
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -19,6 +20,7 @@ class ChatTemplate:
         self.compile: typing.Any = getattr(chat_template_utils, "_compile_jinja_template", None)
         self.variables = dict(tokenizer.special_tokens_map)
         self.chosen = {}
+        self.quick = {}
 
     def of(self, tools):
         """The text for rows with tools, or without; and whether it marks the assistant's turns."""
@@ -78,16 +80,30 @@ class ChatTemplate:
         put together once."""
         from jinja2.runtime import Context
 
-        template = self.compile(source)
+        template = self.quick_template(source)
         fill = getattr(self.library, "_alias_reasoning_fields", list)
         plain = getattr(self.library, "_plain_template_data", dict)
         known = {**template.globals, **plain(self.variables), "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         found = []
         for messages, counts in conversations:
-            filled = fill(messages) if counts else messages
+            plainly = all(len(message) == 2 and "content" in message for message in messages)  # beside its role: nothing to fill in
+            filled = messages if plainly or not counts else fill(messages)
             contexts = [Context(template.environment, {**known, "messages": filled[:count]}, template.name, template.blocks) for count in counts]
             found.append(["".join(template.root_render_func(context)) for context in contexts])
         return found
+
+    def quick_template(self, source):
+        """The library's template, in which a field of a message is found without looking first for an attribute of dicts: most of what a template does."""
+        if source not in self.quick:
+            environment = self.compile(source).environment.overlay()
+            usual = environment.getattr
+
+            def field_or_attribute(owner, name):
+                return owner[name] if type(owner) is dict and name in owner and name not in OF_DICTS else usual(owner, name)
+
+            setattr(environment, "getattr", field_or_attribute)
+            self.quick[source] = environment.from_string(source)
+        return self.quick[source]
 
     def guarded(self, render):
         try:

@@ -74,8 +74,8 @@ struct SessionOptions {
   bool fresh = false;                // remove what an earlier session left in `storage`
   bool train = true;                 // false: only evaluate(), next_logits() and export
   bool fewer_micro_batches = false;  // as many micro-batches as the budgets hold, at most `micro_batches`
-  // Keys and values that lie in host_memory, and, if that has no room and nothing is trained, on storage. Empty: those
-  // of a generation lie in RAM besides the budget.
+  // Keys and values that lie in host_memory, and, if that has no room, on storage. Empty: those of a generation lie in
+  // RAM besides the budget.
   CacheShape cache;
   std::uint64_t workspace = 0;  // bytes of the device that a stage takes besides what measuring it shows
   // 0: chosen from the host budget. For a state to resume from, choose_placement() needs the state's own, which

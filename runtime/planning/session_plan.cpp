@@ -269,7 +269,7 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
     return beside(cache, options, [&](const SessionOptions& rest) { return arrange_first(spec, rest, needs); });
   };
   const std::int64_t layers = cached_layers(shape);
-  if (layers == 0 || options.train || options.storage.empty()) return with(CachePlacement::in_ram(shape));
+  if (layers == 0 || options.storage.empty()) return with(CachePlacement::in_ram(shape));
   const auto try_with = [&](const CachePlacement& cache) -> std::optional<SessionPlan> {
     try {
       return with(cache);

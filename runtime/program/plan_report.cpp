@@ -162,11 +162,13 @@ Json storage_json(const PlannedRun& run) {
   const swap::StoreOptions options = store_options(run.spec, run.session, run.placement.plan);
   const std::uint64_t bytes =
       run.placement.plan.stored ? swap::Store::bytes_needed(options, *run.placement.plan.layout) : 0;
-  return {{"bytes", bytes},
+  const std::uint64_t samples = run.placement.plan.cache.storage;
+  return {{"bytes", bytes + samples},
           {"generations", options.generations},
           {"weights", run.placement.plan.stored ? weights : 0},
           {"state", run.placement.plan.stored ? state : 0},
           {"staged_gradients", gradients},
+          {"keys_and_values", samples},
           {"bytes_per_parameter", static_cast<double>(bytes) / static_cast<double>(run.spec.parameters())}};
 }
 
@@ -374,6 +376,7 @@ Json plan_json(const PlannedRun& run) {
             {"buffers", at.buffer_bytes(layout)},
             {"resident", at.resident_bytes(layout)},
             {"activations", at.saved_on_host()},
+            {"keys_and_values", plan.cache.host},
             {"weights_resident", share(at.hi_resident, layout)},
             {"state_resident", share(at.state_resident, layout)},
             {"gradients_resident", at.staged ? share(at.gradient_resident, layout) : 0.0}}},

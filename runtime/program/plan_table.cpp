@@ -80,6 +80,9 @@ std::string plan_text(const Json& plan) {
                     size(storage["bytes"]), storage["bytes_per_parameter"].get<double>(),
                     storage["generations"].get<int>(), storage["generations"] == 1 ? "" : "s", size(storage["weights"]),
                     size(storage["state"]), size(storage["staged_gradients"])));
+  if (host["keys_and_values"] != 0)
+    row("", fmt::format("keys and values of samples: {} in RAM, {} on storage", size(host["keys_and_values"]),
+                        size(storage["keys_and_values"])));
   const auto percent = [](const Json& part) { return fmt::format("{:.0f}%", 100 * part.get<double>()); };
   row("host",
       fmt::format(

@@ -28,16 +28,10 @@ void SamplePrompts::set_aside(SessionOptions& session, const ModelSpec& spec, co
   const auto refuse = [](const std::string& what) { throw Exception(io::ErrorKind::usage, what); };
   if (at_once > session.micro_batch * session.sequence_length)
     refuse(fmt::format("{} of --sample-prompts at once are more than a micro-batch has tokens: give fewer", at_once));
-  const std::uint64_t cache = shape.cache.bytes();
-  if (cache >= session.host_memory)
-    refuse(
-        fmt::format("keys and values of the samples take {} of the host's {}: give more --host-memory, shorter "
-                    "--sample-prompts or fewer --max-new-tokens",
-                    human_bytes(cache), human_bytes(session.host_memory)));
-  session.host_memory -= cache;
+  session.cache = shape.cache;
   session.workspace += shape.workspace;
-  say(fmt::format("samples: keys and values take {} of --host-memory, their use {} of --device-memory",
-                  human_bytes(cache), human_bytes(shape.workspace)));
+  say(fmt::format("samples: keys and values of {} at once take {}, their use {} of --device-memory", at_once,
+                  human_bytes(shape.cache.bytes()), human_bytes(shape.workspace)));
 }
 
 }  // namespace tierflow

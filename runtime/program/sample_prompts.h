@@ -22,8 +22,9 @@ class SamplePrompts {
   const GenerationOptions& generation() const { return generation_; }
   const std::vector<std::vector<std::int64_t>>& prompts() const { return prompts_; }
 
-  // Sets aside what generation takes: keys and values of the host's budget, a workspace of the device's. Throws
-  // Exception (kind usage) where there is too little, or for a prompt that the model cannot continue so far.
+  // Tells the session what generation takes beside training: keys and values, for which its plan finds a place in RAM
+  // or on storage, and a workspace of the device's budget. Throws Exception (kind usage) for a prompt that the model
+  // cannot continue so far.
   void set_aside(SessionOptions& session, const ModelSpec& spec, const Say& say) const;
 
  private:

@@ -34,12 +34,19 @@ void Samples::after_step(std::int64_t step, Session& session, TrainingLog& log) 
 std::vector<Generated> Samples::generated(Session& session, TrainingLog& log) const {
   std::vector<Generated> found(prompts_.prompts().size());
   std::uint64_t tokens = 0;
+  // So much a pass writes at most, and the run's limit leaves room for a step behind it.
+  const auto within_limit = [&] {
+    const std::uint64_t limit = session.options().write_limit, of_pass = session.plan().cache.storage;
+    if (limit != 0 && of_pass != 0 && session.bytes_written_after_next_step() + of_pass > limit)
+      throw Exception(io::ErrorKind::usage, "writing their keys and values to storage might pass --max-tb-written");
+  };
   const std::uint64_t most =
       prompts_.prompts().size() * static_cast<std::uint64_t>(prompts_.generation().max_new_tokens);
   generate(session, prompts_.prompts(), prompts_.generation(),
            {.before_pass =
                 [&] {
                   throw_if_stopped();
+                  within_limit();
                   log.progress("generating samples", tokens, most);
                 },
             .on_token = [&](std::size_t, std::int64_t) { ++tokens; },

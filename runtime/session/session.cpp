@@ -147,6 +147,7 @@ MemoryUse Session::memory() const {
 std::uint64_t Session::bytes_written() const {
   std::uint64_t sum = impl_->copied;
   for (const io::DriveStats& drive : drives()) sum += drive.bytes_written;
+  if (impl_->key_values != nullptr) sum += impl_->key_values->traffic().written;
   return sum;
 }
 

@@ -217,7 +217,7 @@ class Session {
   // Nothing if everything is resident.
   std::optional<io::VolumeMode> storage_mode() const;
   std::vector<io::DriveStats> drives() const;
-  std::uint64_t bytes_written() const;  // to storage, loading included
+  std::uint64_t bytes_written() const;  // to storage, loading and keys and values included
   // What bytes_written() will be after the next step and an export of its state, or a commit with keep_store.
   std::uint64_t bytes_written_after_next_step() const;
   std::string describe() const;  // one paragraph: what lives where

@@ -42,12 +42,15 @@ def test_conversations_are_rendered_and_masked_as_by_transformers(base, script, 
 
 
 def test_beginnings_are_rendered_as_transformers_renders_them(script, tmp_path, monkeypatch):
-    """In the quick way, in the library's own, and with a mark: with names of thoughts that transformers knows, and variables of the row's own."""
-    thinks = PLAIN.replace("{{ m.content", "{% if m.reasoning_content is defined %}{{ '<' + m.reasoning_content + eos_token + '>' }}{% endif %}{{ style | default('') }}{{ m.content")
+    """In the quick way, in the library's own, and with a mark: with names of thoughts that transformers knows, fields with names that dicts have methods of, and
+    variables of the row's own."""
+    thoughts = "{% if m.reasoning_content is defined %}{{ '<' + m.reasoning_content + eos_token + '>' }}{% endif %}{{ style | default('') }}"
+    thinks = PLAIN.replace("{{ m.content", "{{ 'a method' if m.items is callable else m.items }}" + thoughts + "{{ m.content")
     rows = [{"messages": messages(chat)} for chat in CHATS]
     for row, name in zip(rows, ("thinking", "reasoning", "reasoning_content")):
         for message in row["messages"]:
             message[name] = message["role"] + "s think"
+    rows[-1]["messages"][-1]["items"] = "a field"
     rows += [{**rows[0], "chat_template_kwargs": {"style": " styled"}}, {**rows[1], "tools": [{"type": "function"}]}]
     path = write_rows(tmp_path / "a.jsonl", rows)
     script.template = thinks

@@ -21,8 +21,13 @@ def work(base, tmp_path_factory):  # noqa: F811
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=64, initializer_range=0.1)).to(torch.bfloat16).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4,
+        max_position_embeddings=512, initializer_range=0.1)).to(torch.bfloat16).save_pretrained(folder / "deep")
+    tokenizer.save_pretrained(folder / "deep")
     write_rows(folder / "rows.jsonl", [{"prompt": text, "completion": " and what you long for"} for text in PROMPTS * 4])
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    (folder / "long.txt").write_text("\n".join(" ".join([text] * 20) for text in PROMPTS) + "\n")
     return folder
 
 
@@ -86,19 +91,45 @@ def test_streamed_they_are_the_same(work, tmp_path, more):
     assert found[0] == found[1] and len(found[0][0]) == 2
 
 
+LONG = changed(SAMPLES, {"--sample-prompts": "long.txt"})
+
+
+def on_storage(*more):
+    """Words of a run whose samples have more keys and values than RAM."""
+    return [*changed(words("--steps", "2", *LONG), {"--host-memory": "600KiB", "--model": "deep"}), "--storage", "store", *more]
+
+
+def test_where_keys_and_values_lie_changes_no_token(work, tmp_path):
+    found = []
+    for name, budget in ("in RAM", changed(words("--steps", "2", *LONG), {"--model": "deep"})), ("on storage", on_storage()):
+        log = tmp_path / f"{name}.json"
+        said = run(work, *budget, "--out", tmp_path / name, "--log-json", log).stderr
+        found.append((samples_of(log), weights(tmp_path / name)))
+        assert ("those of the other layers on storage" in " ".join(said.split())) == (name == "on storage")
+    assert found[0] == found[1] and len(found[0][0]) == 1
+    planned = run(work, "plan", *on_storage()[1:], "--json", env={"XDG_CACHE_HOME": str(tmp_path)}).stdout
+    assert json.loads(planned)["storage"]["keys_and_values"] > 0
+
+
+def test_writing_them_does_not_pass_the_limit(work, tmp_path):
+    log = tmp_path / "log.json"
+    run(work, *on_storage(), "--out", tmp_path / "out", "--log-json", log)
+    written = 1e12 * json.loads(log.read_text().splitlines()[-1])["summary"]["tb_written"]
+    said = run(work, *on_storage("--max-tb-written", str(1e-12 * (written - 4096))), "--out", tmp_path / "limited").stderr
+    assert "warning: there are no samples after step 2: writing their keys and values to storage might pass --max-tb-written" in " ".join(said.split())
+
+
 def test_their_keys_and_values_are_of_the_budget(work, tmp_path):
-    for options, left in ([], True), (SAMPLES, False):  # what they take is not the training's
-        streamed = [*changed(words("--steps", "1", *options), {"--host-memory": "600KiB"}), "--storage", tmp_path / "store"]
-        said = run(work, *streamed, "--out", tmp_path / f"of-{left}").stderr
-        assert ("budget 600 KiB" in said) == left and "; host memory " in said
-    refused = run(work, *words("--steps", "1", "--max-new-tokens", "6"), "--out", tmp_path / "out", ok=False)
+    said = run(work, *words("--steps", "1", *SAMPLES), "--out", tmp_path / "out").stderr
+    assert "keys and values of 2 of 2 layers" in " ".join(said.split())
+    refused = run(work, *words("--steps", "1", "--max-new-tokens", "6"), "--out", tmp_path / "none", ok=False)
     assert "--max-new-tokens is for --sample-every" in the_error(refused.stderr)
-    refused = run(work, *changed(words("--steps", "1", *SAMPLES), {"--max-new-tokens": "50", "--host-memory": "10KiB"}), "--out", tmp_path / "out", ok=False)
-    assert refused.returncode == 2 and "keys and values of the samples take" in the_error(refused.stderr)
+    refused = run(work, *changed(words("--steps", "1", *SAMPLES), {"--max-new-tokens": "50", "--host-memory": "10KiB"}), "--out", tmp_path / "none", ok=False)
+    assert refused.returncode == 2 and "keys and values of 2 sequences take" in the_error(refused.stderr)
     for options, why in ((["--sample-every", "2"], "belong together"), (["--sample-prompts", "prompts.txt"], "belong together"),
                          (changed(SAMPLES, {"--max-new-tokens": "60"}), "beyond the model's 64 positions"),
                          (changed(SAMPLES, {"--sample-prompts": "nothing.txt"}), "nothing.txt")):  # fmt: skip
-        refused = run(work, *words("--steps", "1", *options), "--out", tmp_path / "out", ok=False)
+        refused = run(work, *words("--steps", "1", *options), "--out", tmp_path / "none", ok=False)
         assert refused.returncode in (2, 3) and why in the_error(refused.stderr)
 
 
@@ -107,11 +138,11 @@ def test_a_plan_counts_them(work, tmp_path):
         asked = ["plan", "--model", "model", *small("--sequence-length", "32", "--micro-batches", "2", *options)]
         return run(work, *asked, "--json", env={"XDG_CACHE_HOME": str(tmp_path)}, **more)
     plain, counted = json.loads(planned().stdout), json.loads(planned(*SAMPLES).stdout)
-    assert counted["device"]["workspace"] > plain["device"]["workspace"] and counted["host"]["budget"] < plain["host"]["budget"]
+    assert counted["device"]["workspace"] > plain["device"]["workspace"] and counted["host"]["keys_and_values"] > plain["host"]["keys_and_values"] == 0
     said = run(work, *words("--steps", "1", *SAMPLES), "--out", tmp_path / "out").stderr  # a run sets as much aside
-    assert "samples: keys and values take" in said and "samples: keys and values take" in planned(*SAMPLES).stderr
+    assert "samples: keys and values of 2 at once take" in said and "samples: keys and values of 2 at once take" in planned(*SAMPLES).stderr
     refused = planned(*changed(SAMPLES, {"--max-new-tokens": "50"}), "--host-memory", "10KiB", ok=False)
-    assert refused.returncode == 2 and "keys and values of the samples take" in the_error(refused.stderr)
+    assert refused.returncode == 2 and "keys and values of 2 sequences take" in the_error(refused.stderr)
 
 
 def test_a_signal_does_not_wait_for_them(work, tmp_path):

@@ -155,6 +155,43 @@ TEST(Generation, has_the_same_tokens_wherever_keys_and_values_lie) {
   EXPECT_GT(split, 0);
 }
 
+// Between the steps of a training whose keys and values have no room in RAM.
+TEST(Generation, of_a_session_that_trains_has_the_same_tokens_and_changes_no_step) {
+  DeviceMemory::install();
+  const Folder folder;
+  Case which = cases().front();
+  which.json = with_layers(which.json, 8);
+  const Model model = model_of(which);
+  std::vector<Tokens> prompts;
+  for (std::int64_t i = 0; i < 6; ++i) prompts.push_back(some_tokens(40, i));
+  const GenerationOptions options{.max_new_tokens = 6};
+  const auto trained = [&](Session& session, bool samples) {
+    std::vector<Tokens> found;
+    std::vector<double> losses;
+    for (int step = 0; step < 2; ++step) {
+      losses.push_back(session.step(batches(6, step)).loss);
+      if (samples) std::ranges::copy(generated(session, prompts, options), std::back_inserter(found));
+    }
+    return std::pair(found, losses);
+  };
+  Session plain(model, resident(6)), in_ram(model, resident(6));
+  const auto expected = trained(in_ram, true);
+  EXPECT_EQ(expected.second, trained(plain, false).second);
+  SessionOptions small = streamed(resident(6), folder);
+  small.cache = GenerationShape::of(model.spec(), prompts, options, 6, small.sequence_length).cache;
+  std::unique_ptr<Session> session;
+  for (small.host_memory = smallest_placement(small.cache).host; session == nullptr; small.host_memory += 16 * 1024)
+    session = opened(model, small);
+  ASSERT_NE(session->key_values(), nullptr);
+  EXPECT_LE(session->plan().host_bytes(), session->options().host_memory);
+  EXPECT_EQ(trained(*session, true), expected);
+  const std::uint64_t written = session->key_values()->traffic().written, all = session->bytes_written();
+  EXPECT_GT(written, 0U);
+  std::uint64_t of_state = 0;
+  for (const io::DriveStats& drive : session->drives()) of_state += drive.bytes_written;
+  EXPECT_EQ(all, of_state + written);
+}
+
 TEST(Generation, says_in_one_line_that_keys_and_values_fit_nowhere) {
   DeviceMemory::install();
   const Folder folder;
