@@ -26,6 +26,8 @@ inline Space space_of(HostRef::Where where) {
       return Space::resident_gradient_low;
     case HostRef::Where::activation_buffer:
       return Space::activation_buffer;
+    case HostRef::Where::cached:
+      return Space::cached;
     default:
       return Space::activations;
   }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <ranges>
 
 #include "swap/arrange_device.h"
 
@@ -160,8 +161,11 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
     }
   };
   const auto words = [](const Chunk& chunk) { return chunk.word_bytes(); };
+  // But where nothing is trained, units on demand share slots: those that are used most have them.
+  const bool in_slots = !request.train && !layout.on_demand_bytes().empty();
   for (const bool these : {false, true}) {
     on_demand = these;
+    if (on_demand && in_slots) break;
     keep(result.hi_resident, true, words);
     keep(result.gradient_resident, true, [&](const Chunk& chunk) {
       return result.deferred[chunk.id] && !on_device(ExtentKind::gradient, chunk) ? chunk.word_bytes() : 0;
@@ -171,6 +175,13 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
       keep(result.state_resident, true,
            [&](const Chunk& chunk) { return on_device(ExtentKind::state, chunk) ? 0 : chunk.state_bytes; });
     keep(result.hi_resident, false, words);
+  }
+  if (in_slots) {
+    result.cached_units = 1;
+    const std::uint64_t slot = result.cached_bytes(layout);
+    const auto units = std::views::iota(0, static_cast<int>(layout.units().size()));
+    const auto all = std::ranges::count_if(units, [&](int unit) { return layout.on_demand(unit); });
+    result.cached_units = static_cast<int>(std::min<std::uint64_t>(host_left / slot, all));
   }
   return result;
 }

@@ -1,6 +1,7 @@
 #include "swap/arrangement.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace tierflow::swap {
 
@@ -43,6 +44,11 @@ std::uint64_t Arrangement::resident_bytes(const Layout& layout) const {
   return bytes;
 }
 
+std::uint64_t Arrangement::cached_bytes(const Layout& layout) const {
+  const std::vector<std::uint64_t>& parts = layout.on_demand_bytes();
+  return cached_units * std::accumulate(parts.begin(), parts.end(), std::uint64_t{0});
+}
+
 std::vector<HostBuffer> Arrangement::host_buffers(const Layout& layout) const {
   using Where = HostRef::Where;
   std::vector<HostBuffer> all;
@@ -55,6 +61,10 @@ std::vector<HostBuffer> Arrangement::host_buffers(const Layout& layout) const {
   for (const Chunk& chunk : layout.chunks())
     for (const ExtentKind kind : kChunkExtents)
       if (resident(kind, chunk.id)) all.push_back({resident_place(kind, chunk.id), chunk.bytes(kind)});
+  const int parts = static_cast<int>(layout.on_demand_bytes().size());
+  for (int slot = 0; slot < cached_units; ++slot)
+    for (int part = 0; part < parts; ++part)
+      all.push_back({cached_place(layout, slot, part), layout.on_demand_bytes()[part]});
   for (std::size_t i = 0; i < items.size(); ++i)
     if (items[i].bytes() != 0 && !items[i].on_storage) add(Where::activations, static_cast<int>(i), items[i].bytes());
   return all;

@@ -56,6 +56,7 @@ struct Arrangement {
   std::vector<bool> deferred;
   int micro_batches = 1;
   int word_buffers = 0, state_buffers = 0;
+  int cached_units = 0;  // so many units on demand have a place in RAM at a time; the visits decide which
   // Bytes of the device arena, in this order; the last two are those of units on demand.
   std::uint64_t weight_ring = 0, gradient_ring = 0, held_gradients = 0, needed_ring = 0, needed_gradients = 0;
   // The items of a stage follow one another, in the order of its computations.
@@ -104,9 +105,14 @@ struct Arrangement {
   bool stays(ExtentKind kind, int chunk) const {
     return resident(kind, chunk) || device_place(kind, chunk) != kNowhere;
   }
+  // Part of a slot for a unit on demand: the place of the chunk with that index in its unit.
+  HostRef cached_place(const Layout& layout, int slot, int index) const {
+    return {HostRef::Where::cached, slot * static_cast<int>(layout.on_demand_bytes().size()) + index};
+  }
   std::uint64_t measured_buffer_bytes() const { return round_up(measured_bytes, kSector); }
   std::uint64_t buffer_bytes(const Layout& layout) const;
   std::uint64_t resident_bytes(const Layout& layout) const;
+  std::uint64_t cached_bytes(const Layout& layout) const;
   std::uint64_t saved_on_host() const;
   // How many items do this with their activations.
   std::ptrdiff_t count(Activations activations) const;
@@ -115,7 +121,7 @@ struct Arrangement {
   // By item, as ScratchOptions::activation_bytes.
   std::vector<std::uint64_t> stored_activations() const;
   std::uint64_t host_bytes(const Layout& layout) const {
-    return buffer_bytes(layout) + resident_bytes(layout) + saved_on_host();
+    return buffer_bytes(layout) + resident_bytes(layout) + cached_bytes(layout) + saved_on_host();
   }
   // All host memory that a run takes, buffer by buffer in the order in which it lies there: host_bytes() in sum. Sizes
   // are multiples of kSector. Streaming buffers come first, each kind in the order of their indices.

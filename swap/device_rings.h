@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "swap/plan.h"
+#include "swap/unit_use.h"
 
 namespace tierflow::swap {
 
@@ -22,6 +23,10 @@ class WeightRing {
   void release(int unit, int holds = 1);
   // Finds room beside everything that is held, and forgets what lay there. kNowhere: there is none.
   std::uint64_t allocate(std::uint64_t bytes);
+  // As above, but what lies there is of little use: among all rooms beside what is held, the one whose units are used
+  // least. The unit that came last stays if it can, so that two can come by turns where one is computed with. `gone`:
+  // the units that are forgotten.
+  std::uint64_t allocate(std::uint64_t bytes, const UnitUse& use, std::vector<int>& gone);
   // The unit lies in allocated room from now on, with one hold.
   void add(int unit, std::uint64_t begin, std::uint64_t bytes);
   // Forgets the unit, held or not: its words there are stale.
@@ -36,9 +41,14 @@ class WeightRing {
     int holds = 0;
   };
   std::vector<Region>::iterator region_of(int unit);
+  template <class Which>
+  void forget(const Which& which);
+  std::uint64_t least_used(std::uint64_t bytes, const UnitUse& use, int stays) const;
 
   std::uint64_t begin_ = 0, end_ = 0, position_ = 0;
-  std::vector<Region> regions_;
+  std::vector<Region> regions_;        // from the first byte on
+  int newest_ = -1;                    // the unit that came last
+  std::vector<std::uint64_t> places_;  // by unit, as far as units came: where it lies, or kNowhere
 };
 
 // `bytes` of the arena from `begin`, given out in turn. A gradient stays there until the ring comes round to it.

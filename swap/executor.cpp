@@ -44,6 +44,9 @@ io::Error Executor::Impl::allocate() {
       case HostRef::Where::measured_buffer:
         measured_on_host.push_back(bytes);
         break;
+      case HostRef::Where::cached:
+        cached.push_back(bytes);
+        break;
       case HostRef::Where::resident_hi:
         residents[0][index] = bytes;
         break;

@@ -110,7 +110,8 @@ struct Executor::Impl {
   };
   Extent extent_of(const Task& task) const;
   static bool is_resident(const HostRef& ref) {
-    return ref.where == HostRef::Where::resident_hi || ref.where == HostRef::Where::resident_state;
+    return ref.where == HostRef::Where::resident_hi || ref.where == HostRef::Where::resident_state ||
+           ref.where == HostRef::Where::cached;
   }
   std::span<std::byte> host(const HostRef& ref, std::size_t bytes);
   io::Buffer& buffer(const HostRef& ref) {
@@ -134,6 +135,7 @@ struct Executor::Impl {
   std::vector<std::span<std::byte>> residents[kExtentKinds];
   // Of those that stay in RAM or on the device: not what the store has. A byte each: lanes set them beside one another.
   std::vector<char> unsaved[kExtentKinds];
+  std::vector<std::span<std::byte>> cached;            // parts of the slots for units on demand
   std::vector<std::span<std::byte>> saved;             // by item
   std::vector<std::span<std::byte>> measured_on_host;  // by slot of a gradient
   // By chunk: its newest gradient is zeros alone, and is not stored. A byte each, as above.

@@ -87,6 +87,8 @@ std::span<std::byte> Executor::Impl::host(const HostRef& ref, std::size_t bytes)
       return residents[3][ref.index];
     case HostRef::Where::activation_buffer:
       return activation_bytes[ref.index].first(bytes);
+    case HostRef::Where::cached:
+      return cached[ref.index].first(bytes);
     case HostRef::Where::activations:
       return saved[ref.index];
     default:

@@ -4,6 +4,12 @@
 #include <utility>
 
 namespace tierflow::swap {
+namespace {
+
+constexpr std::uint64_t kForgets =
+    16;  // a unit that leaves the device takes one part of so many from what is known of others
+
+}  // namespace
 
 Fetcher::Fetcher(const Layout& layout, const Arrangement& arrangement, TaskEmitter& emitter)
     : layout_(layout),
@@ -11,6 +17,8 @@ Fetcher::Fetcher(const Layout& layout, const Arrangement& arrangement, TaskEmitt
       emitter_(emitter),
       ring_(0, arrangement.weight_ring),
       needed_ring_(arrangement.needed_begin(), arrangement.needed_ring),
+      use_(layout),
+      cache_(layout, arrangement),
       owed_(layout.units().size(), Owed::nothing) {
   std::uint64_t all = 0;
   for (int unit = 0; unit < static_cast<int>(layout.units().size()); ++unit) {
@@ -41,7 +49,9 @@ bool Fetcher::fetch(Visit& visit, bool forced) {
   }
   // With a place of its own, no unit that comes again takes another's.
   const bool own_places = !on_demand && !places_.empty();
-  std::uint64_t begin = missing.empty() || own_places ? 0 : ring.allocate(bytes_of(missing));
+  std::uint64_t begin = missing.empty() || own_places ? 0
+                        : on_demand                   ? allocate_needed(bytes_of(missing))
+                                                      : ring.allocate(bytes_of(missing));
   if (begin == kNowhere) {
     release(units);
     if (!forced) return false;
@@ -59,13 +69,14 @@ bool Fetcher::fetch(Visit& visit, bool forced) {
       at = own_places ? places_[unit] : std::exchange(begin, begin + layout_.unit_word_bytes(unit));
       ring.add(unit, at, layout_.unit_word_bytes(unit));
     }
+    const Slot slot = there ? Slot{} : slot_of(unit);
     for (const Chunk& chunk : layout_.chunks_of(unit)) {
       const int id = chunk.id;
       const bool owed = owes(unit) && arrangement_.deferred[id] && rows_.owes(chunk),
                  on_device = owed && arrangement_.on_device[id], missed = rows_.catches_up(chunk),
                  comes = !there && rows_.uses(chunk);
       if (!comes && !owed && !missed) continue;
-      const HostRef words = there ? emitter_.place(ExtentKind::hi, id) : emitter_.read(ExtentKind::hi, id);
+      const HostRef words = there ? emitter_.place(ExtentKind::hi, id) : bring(chunk, slot);
       if (owed && !on_device) emitter_.update(id, words, emitter_.read_gradient(id, owed_[unit] == Owed::sum));
       if (missed) emitter_.catch_up(id, words);
       const std::uint64_t to = at + chunk.word_place();
@@ -76,6 +87,30 @@ bool Fetcher::fetch(Visit& visit, bool forced) {
   }
   for (std::size_t i = 0; i < units.size(); ++i) visit.weights[first + i] = ring.find(units[i]);
   return true;
+}
+
+std::uint64_t Fetcher::allocate_needed(std::uint64_t bytes) {
+  std::vector<int> gone;
+  const std::uint64_t begin = needed_ring_.allocate(bytes, use_, gone);
+  for (const int unit : gone) leaving_ = std::max(leaving_ - leaving_ / kForgets, use_.of(unit));
+  return begin;
+}
+
+Fetcher::Slot Fetcher::slot_of(int unit) {
+  if (!layout_.on_demand(unit) || arrangement_.cached_units == 0) return {};
+  if (const int slot = cache_.find(unit); slot != -1) return {.index = slot, .has_words = true};
+  return {.index = cache_.admit(unit, [this](int other) { return worth_in_ram(other); })};
+}
+
+HostRef Fetcher::bring(const Chunk& chunk, Slot slot) {
+  if (slot.index == -1) return emitter_.read(ExtentKind::hi, chunk.id);
+  const HostRef place = arrangement_.cached_place(layout_, slot.index, chunk.index);
+  return slot.has_words ? place : emitter_.read_into(ExtentKind::hi, chunk.id, place);
+}
+
+// What is used so much that it stays on the device need not be in RAM too.
+std::uint64_t Fetcher::worth_in_ram(int unit) const {
+  return needed_ring_.find(unit) != kNowhere && use_.of(unit) > leaving_ ? 0 : use_.of(unit);
 }
 
 bool Fetcher::updates_in_place(int unit) const {

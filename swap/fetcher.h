@@ -7,6 +7,7 @@
 
 #include "swap/device_rings.h"
 #include "swap/task_emitter.h"
+#include "swap/unit_use.h"
 
 namespace tierflow::swap {
 
@@ -42,8 +43,17 @@ class Fetcher {
   bool fetch(Visit& visit, bool forced);
   // Ends this many holds on the weights of units. Without holds, weights are only cached.
   void release(const std::vector<int>& units, int holds = 1);
-  // The device's copy of the unit is stale.
-  void invalidate(int unit) { ring_of(unit).invalidate(unit); }
+  // The copies of the unit on the device and in a slot in RAM are stale.
+  void invalidate(int unit) {
+    ring_of(unit).invalidate(unit);
+    cache_.drop(unit);
+  }
+  // A visit of the stage needs these of its units on demand. What is used more stays longer on the device and in RAM.
+  void count_use(int stage, const std::vector<int>& needed) { use_.count(stage, needed); }
+  // Holds those of these units on demand that are on the device.
+  void hold(const std::vector<int>& units) {
+    for (const int unit : units) needed_ring_.hold(unit);
+  }
   std::uint64_t bytes_of(const std::vector<int>& units) const;
 
   // From here on plans use these rows. The device's copies of sparse units are given up, unless all of their chunks
@@ -62,12 +72,25 @@ class Fetcher {
   // Whether the update that the unit owes changes its words on the device too, so that they stay valid there.
   bool updates_in_place(int unit) const;
   bool updates_there(int unit) const;
+  // The slot in RAM of a unit that comes to the device. Without words: they are read into it. -1: the unit has none.
+  struct Slot {
+    int index = -1;
+    bool has_words = false;
+  };
+  Slot slot_of(int unit);
+  // The words of a chunk whose unit comes to the device.
+  HostRef bring(const Chunk& chunk, Slot slot);
+  std::uint64_t allocate_needed(std::uint64_t bytes);
+  std::uint64_t worth_in_ram(int unit) const;
   WeightRing& ring_of(int unit) { return layout_.on_demand(unit) ? needed_ring_ : ring_; }
 
   const Layout& layout_;
   const Arrangement& arrangement_;
   TaskEmitter& emitter_;
   WeightRing ring_, needed_ring_;
+  UnitUse use_;
+  UnitCache cache_;
+  std::uint64_t leaving_ = 0;  // about the use of the most used units that leave the device
   StepRows rows_;
   std::vector<Owed> owed_;             // by unit
   std::vector<std::uint64_t> places_;  // by unit, if the ring has room for all units but those on demand; else empty

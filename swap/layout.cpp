@@ -44,6 +44,10 @@ Layout::Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std
                            .rewritten = shape.rewritten,
                            .sparse = shape.sparse});
         if (shape.sparse) sparse_chunks_.push_back(chunks_.back().id);
+        if (on_demand_[unit]) {
+          on_demand_bytes_.resize(std::max<std::size_t>(on_demand_bytes_.size(), index));
+          on_demand_bytes_[index - 1] = std::max(on_demand_bytes_[index - 1], chunks_.back().word_bytes());
+        }
         max_word_bytes_ = std::max(max_word_bytes_, chunks_.back().word_bytes());
         max_state_bytes_ = std::max(max_state_bytes_, chunks_.back().state_bytes);
       }

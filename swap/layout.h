@@ -116,6 +116,8 @@ class Layout {
   int users_of(int unit) const { return users_[unit]; }
   // The first stage that uses it; -1 if there is none.
   int first_user(int unit) const { return first_user_[unit]; }
+  // What a place in RAM for any one unit on demand takes: by index of a chunk in its unit, the most bytes of its words.
+  const std::vector<std::uint64_t>& on_demand_bytes() const { return on_demand_bytes_; }
   // Ids of the sparse chunks, in order.
   const std::vector<int>& sparse_chunks() const { return sparse_chunks_; }
 
@@ -125,7 +127,7 @@ class Layout {
   std::vector<Chunk> chunks_;
   std::vector<int> first_chunk_, users_, first_user_, sparse_chunks_;
   std::vector<bool> on_demand_;
-  std::vector<std::uint64_t> unit_elements_, gradient_bytes_;
+  std::vector<std::uint64_t> unit_elements_, gradient_bytes_, on_demand_bytes_;
   std::uint64_t chunk_elements_ = 0, max_word_bytes_ = 0, max_state_bytes_ = 0;
 };
 

@@ -72,13 +72,14 @@ struct HostRef {
     resident_gradient_low,
     activation_buffer,
     activations,
+    cached,          // a chunk of a unit on demand, for as long as the unit has the slot
     measured_buffer  // what measuring a gradient on its way to the host found; no task names it
   };
   Where where = Where::none;
-  int index = -1;  // of the buffer; the chunk; the item
+  int index = -1;  // of the buffer; the chunk; the item; of the part of a slot (Arrangement::cached_place)
 };
 
-inline constexpr int kHostPlaces = 10;
+inline constexpr int kHostPlaces = 11;
 
 // A range that a task reads or writes. Ranges of different spaces never meet.
 enum class Space : std::uint8_t {
@@ -91,13 +92,14 @@ enum class Space : std::uint8_t {
   resident_gradient_low,
   activation_buffer,
   activations,
+  cached,
   stored_hi,
   stored_state,
   stored_gradient,
   stored_gradient_low,
   stored_activations
 };
-inline constexpr int kSpaces = 14;
+inline constexpr int kSpaces = 15;
 struct Access {
   Space space = Space::device;
   std::uint64_t begin = 0, end = 0;

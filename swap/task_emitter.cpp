@@ -100,8 +100,11 @@ HostRef TaskEmitter::place(ExtentKind kind, int chunk) {
 
 HostRef TaskEmitter::read(ExtentKind kind, int chunk) {
   if (arrangement_.resident(kind, chunk)) return resident_place(kind, chunk);
+  return read_into(kind, chunk, take_buffer(tasks_of(kind).buffer));
+}
+
+HostRef TaskEmitter::read_into(ExtentKind kind, int chunk, HostRef to) {
   const ExtentTasks& of = tasks_of(kind);
-  const HostRef to = take_buffer(of.buffer);
   fill_in(emit(of.read, Lane::disk_read, {cell_access(of.stored, chunk, false), host_access(to, true)}), kind, chunk,
           to);
   return to;
@@ -112,11 +115,7 @@ void TaskEmitter::read_back(ExtentKind kind, int chunk) {
     upload(kind, chunk, read(kind, chunk), on_device);
     return;
   }
-  if (!arrangement_.resident(kind, chunk)) return;
-  const ExtentTasks& of = tasks_of(kind);
-  const HostRef to = resident_place(kind, chunk);
-  fill_in(emit(of.read, Lane::disk_read, {cell_access(of.stored, chunk, false), host_access(to, true)}), kind, chunk,
-          to);
+  if (arrangement_.resident(kind, chunk)) read_into(kind, chunk, resident_place(kind, chunk));
 }
 
 TaskEmitter::Gradient TaskEmitter::read_gradient(int chunk, bool is_sum) {

@@ -45,6 +45,8 @@ class TaskEmitter {
 
   // The following functions work on extents of a chunk, so not on activations.
 
+  // Reads the extent from storage into `to`, which has room for it, and returns `to`.
+  HostRef read_into(ExtentKind kind, int chunk, HostRef to);
   // The extent's resident place, or a buffer to fill.
   HostRef place(ExtentKind kind, int chunk);
   // The same place or buffer, with the extent's bytes in it.

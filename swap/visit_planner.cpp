@@ -28,6 +28,7 @@ VisitPlanner::VisitPlanner(const Layout& layout, const Arrangement& arrangement)
 
 Plan VisitPlanner::visit(const VisitRequest& request) {
   observe(key_of(request.stage, request.pass));
+  release_expected();
   const bool adds = request.pass == Pass::backward || request.pass == Pass::head;
   if (open_.stage != -1 && (!gradients_stay_ || open_.stage != request.stage || !adds)) close_gradients();
   Visit visit{.stage = request.stage, .pass = request.pass};
@@ -79,9 +80,23 @@ io::Result<Plan> VisitPlanner::need(const NeedRequest& request) {
   }
   compute(part);
   fetcher_.release(request.units);
+  for (const int unit : request.units)
+    if (std::erase(expected_, unit) != 0) fetcher_.release({unit});
   for (std::size_t i = 0; i < request.units.size(); ++i)
     if (part.gradients[first + i] != kNowhere) take_gradient(request.units[i], part.gradients[first + i]);
   return emitter_.take();
+}
+
+void VisitPlanner::will_need(const std::vector<int>& units) {
+  count_use(current_.stage, units);
+  fetcher_.hold(units);
+  release_expected();
+  expected_ = units;
+}
+
+void VisitPlanner::release_expected() {
+  fetcher_.release(expected_);
+  expected_.clear();
 }
 
 void VisitPlanner::compute(const Visit& visit) {

@@ -48,6 +48,12 @@ class VisitPlanner {
   // arrangement has no room for all. A part may be planned before the part ahead of it is computed: its units are then
   // fetched while that part computes.
   io::Result<Plan> need(const NeedRequest& request);
+  // The units on demand that the parts of the visit that was planned last will need. Those of them that are on the
+  // device stay there until their part. It counts them as count_use() does.
+  void will_need(const std::vector<int>& units);
+  // A visit of the stage needs these of its units on demand. Units that are used more stay longer on the device, and
+  // those that come next are kept in RAM.
+  void count_use(int stage, const std::vector<int>& units) { fetcher_.count_use(stage, units); }
   // Gradients that stayed on the device leave it. For a client that stops in the middle and wants its gradients.
   Plan close();
   // Whether a gradient is on the device.
@@ -78,6 +84,7 @@ class VisitPlanner {
   void observe(int key);
   void prefetch();
   void release_holds();
+  void release_expected();
   void open_gradients(const VisitRequest& request, Visit& visit);
   void close_gradients();
   void take_gradient(int unit, std::uint64_t from);
@@ -94,6 +101,7 @@ class VisitPlanner {
   int micro_batches_ = 1;           // of it
   std::vector<int> contributions_;  // by unit
   std::vector<int> holds_;          // stages fetched ahead and not visited yet
+  std::vector<int> expected_;       // units on demand that wait on the device for their part of the visit
   Visit open_;                      // whose gradients are on the device; stage -1: none
   std::vector<bool> open_units_;    // by unit of its stage
   bool gradients_stay_ = false;     // the client asked to leave them there beyond the visit

@@ -27,8 +27,12 @@ void prove_on_demand(const SessionPlan& plan) {
                                      .gradients = std::vector<bool>(stages[stage].units.size(), false),
                                      .micro_batches = plan.arrangement.micro_batches};
       expect_right(checker.visit(planner.visit(visit), visit));
-      for (std::size_t i = 0; i < stages[stage].on_demand.size(); i += every) {
-        const swap::NeedRequest need{.units = {stages[stage].on_demand[i]}, .gradients = {false}};
+      std::vector<int> needed;
+      for (std::size_t i = 0; i < stages[stage].on_demand.size(); i += every)
+        needed.push_back(stages[stage].on_demand[i]);
+      planner.will_need(needed);
+      for (const int unit : needed) {
+        const swap::NeedRequest need{.units = {unit}, .gradients = {false}};
         expect_right(checker.need(value_or_throw(planner.need(need)), need));
       }
     }

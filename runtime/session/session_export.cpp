@@ -245,7 +245,10 @@ std::string Session::describe() const {
       (keeping == 0 ? "" : ", " + std::to_string(keeping) + " layers' micro-batches keep their activations") +
       (swapping == 0 ? "" : ", " + std::to_string(swapping) + " swap theirs") +
       "; host: " + mib(impl.plan.host_bytes()) + " of " + mib(impl.options.host_memory) + ", in it " +
-      share(impl.plan.arrangement.hi_resident, false) + " of the weights";
+      share(impl.plan.arrangement.hi_resident, false) + " of the weights" +
+      (impl.plan.arrangement.cached_units == 0
+           ? ""
+           : ", and room for " + std::to_string(impl.plan.arrangement.cached_units) + " experts");
   if (impl.options.train) text += ", " + share(impl.plan.arrangement.state_resident) + " of the optimizer state";
   if (impl.plan.device_state_parameters != 0)
     text += " (" + std::to_string(impl.plan.device_state_parameters * 100 / trainable_parameters) +

@@ -87,12 +87,18 @@ void Session::Impl::compute_in_parts(int stage, const std::vector<Shared>& share
   }
   expert_use.all += on_demand.size();
   expert_use.chosen += chosen.size();
+  std::vector<int> units;
+  for (const int position : chosen) units.push_back(on_demand[position]);
+  if (planned)
+    visits->count_use(stage, units);
+  else
+    visits->will_need(units);
   std::vector<int> computed(chosen.begin(), chosen.end());
   if (planned) {
     computed.clear();
     for (int position = 0; position < static_cast<int>(on_demand.size()); ++position) computed.push_back(position);
   } else {
-    for (const int position : computed) plan_need(on_demand[position]);
+    for (const int unit : units) plan_need(unit);
   }
   for (const int position : computed)
     for (int row = 0; row < rows; ++row) {

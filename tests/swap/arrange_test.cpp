@@ -113,7 +113,7 @@ TEST(Arrange, WithStorageTheFewestBuffersAreEnough) {
   smallest({.train = false}, 128, 1, 0);
 }
 
-// Units on demand come first here, and are kept last.
+// Units on demand come first here. They have the RAM that is left, as slots that any of them may have.
 TEST(Arrange, WhatIsAlwaysReadIsKeptBeforeWhatIsOnDemand) {
   const std::vector<UnitShape> units(8, {.name = "unit", .groups = {{.trainable = false, .elements = 64 << 10}}});
   const Layout layout(units, {{.units = {6}, .on_demand = {0, 1, 2, 3, 4, 5}}, {.units = {7}}}, kChunkQuantum);
@@ -121,8 +121,11 @@ TEST(Arrange, WhatIsAlwaysReadIsKeptBeforeWhatIsOnDemand) {
   constexpr std::uint64_t kUnit = 128 << 10;
   std::vector<std::ptrdiff_t> always, on_demand;
   for (request.host_budget = kUnit; request.host_budget <= 7 * kUnit; request.host_budget += kUnit) {
-    const std::vector<bool> resident = arrange(layout, request).value().hi_resident;
-    on_demand.push_back(std::count(resident.begin(), resident.begin() + 6, true));
+    const Arrangement made = arrange(layout, request).value();
+    const std::vector<bool>& resident = made.hi_resident;
+    EXPECT_EQ(std::count(resident.begin(), resident.begin() + 6, true), 0);
+    EXPECT_LE(made.host_bytes(layout), request.host_budget);
+    on_demand.push_back(made.cached_units);
     always.push_back(std::count(resident.begin() + 6, resident.end(), true));
   }
   EXPECT_THAT(always, ::testing::ElementsAre(0, 1, 1, 2, 2, 2, 2));

@@ -229,9 +229,11 @@ TEST_P(OnDemandTest, PartsThatArePlannedAheadHaveTheirUnits) {
       ASSERT_FALSE(checker.visit(plan, request));
       (*executor)->append(std::move(plan), nullptr);
       std::vector<int> needed = {-1};  // the visit before its parts
-      for (const int unit : shape.on_demand) {
-        if (random() % 2 == 0) continue;
-        needed.push_back(unit);
+      for (const int unit : shape.on_demand)
+        if (random() % 2 != 0) needed.push_back(unit);
+      if (random() % 4 != 0) planner.will_need({needed.begin() + 1, needed.end()});
+      for (const int unit : needed) {
+        if (unit < 0) continue;
         const NeedRequest need{.units = {unit}, .gradients = {false}};
         auto part = planner.need(need);
         ASSERT_TRUE(part.ok()) << part.error().message();

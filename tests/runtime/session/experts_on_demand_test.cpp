@@ -212,6 +212,39 @@ TEST(Experts, that_no_token_takes_are_not_fetched) {
   EXPECT_LT(of_one, read() - before);
 }
 
+// Of 2 layers of 16 experts a token takes 4. Those of one that comes again stay when others come once.
+TEST(Experts, that_are_used_more_stay_in_ram) {
+  DeviceMemory::install();
+  const Folder folder;
+  const Model model = with_experts_on_demand(model_of(mixtral(16, 2), {}, WeightFormat::bf16));
+  SessionOptions options = least_device(model, stored(model, for_generation(resident(1)), folder));
+  const auto slots = [&] {
+    const Session session(model, options);
+    return session.plan().arrangement.cached_units;
+  };
+  EXPECT_EQ(slots(), 0);
+  while (slots() < 4) options.host_memory += 64 << 10;
+  Session session(model, options);
+  ASSERT_LT(session.plan().arrangement.cached_units, 8);
+  ExpertUse before;
+  const auto pass = [&](std::int64_t token) {
+    KeyValueCache cache(session.model().spec(), {1});
+    before = session.expert_use();
+    session.next_logits({row(cache, {token}, {{.length = 1}})});
+  };
+  const auto read = [&] { return session.expert_use().read - before.read; };
+  pass(3);
+  EXPECT_EQ(read(), 4U);
+  pass(3);
+  EXPECT_EQ(session.expert_use().needed - before.needed, 4U);
+  EXPECT_EQ(read(), 0U);
+  for (const std::int64_t once : {40, 50, 60}) {
+    pass(once);
+    pass(3);
+    EXPECT_EQ(read(), 0U) << once;
+  }
+}
+
 TEST(Experts, all_come_for_many_tokens) {
   DeviceMemory::install();
   const Model model = with_experts_on_demand(model_of(mixtral(4, 2), {}, WeightFormat::bf16));
