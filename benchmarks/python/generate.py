@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """transformers' `generate()` on a streamed model beside the same model resident, in turn in one process: tokens a second, medians, and their ratio. Weights in RAM (goal 0.95), and with --storage
-from the drive, where the link is the limit. One JSON line a kind.
+from the drive, where the link is the limit. One JSON line a kind. slowest_lane: the one that worked the largest share of the time, computation included, and that share.
 
     PYTHONPATH=build/python .venv/bin/python benchmarks/python/generate.py [--storage DIR] [--batch 8] [--new-tokens 32] [--rounds 5]
+    PYTHONPATH=build/python .venv/bin/python benchmarks/python/generate.py --storage DIR --device-memory 192MiB     # less than the weights, which then stream
 
 Random weights, greedy, no stop token. With the defaults about 3 minutes on two cores that nothing else uses; with --config examples/demo/config.json a few seconds."""
 
@@ -34,6 +35,17 @@ def seconds_of(model, ids, count):
     return time.monotonic() - begun, time.process_time() - cpu, out
 
 
+def busy_of(model):
+    return {lane: of["busy_seconds"] for lane, of in tierflow.stats(model)["lanes"].items()}
+
+
+def slowest(rounds):
+    """Of rounds, each with its seconds and the busy seconds of its lanes."""
+    shares = {lane: statistics.median(busy[lane] / wall for wall, _, busy in rounds) for lane in rounds[0][2]}
+    lane = max(shares, key=shares.__getitem__, default=None)
+    return {} if lane is None else {"slowest_lane": lane, "busy": round(shares[lane], 3)}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--storage")
@@ -57,10 +69,12 @@ def main():
         for number in range(args.rounds):
             texts = []
             for kind, model in kinds.items():
+                before = {} if model is resident else busy_of(model)
                 wall, cpu, out = seconds_of(model, ids, args.new_tokens)
+                busy = {lane: now - before[lane] for lane, now in ({} if model is resident else busy_of(model)).items()}
                 texts.append(out)
                 if number > 0:
-                    found[kind].append((wall, cpu))
+                    found[kind].append((wall, cpu, busy))
             assert all(torch.equal(text, texts[0]) for text in texts), "streamed, the model writes something else"
         for kind, model in kinds.items():
             if model is not resident:
@@ -68,7 +82,7 @@ def main():
     middle = {kind: [statistics.median(each[part] for each in rounds) for part in (0, 1)] for kind, rounds in found.items()}
     for kind, (wall, cpu) in middle.items():
         print(json.dumps({"generate": kind, "tokens_per_s": round(args.batch * args.new_tokens / wall, 1), "beside_resident": round(middle["resident"][0] / wall, 3),
-                          "cpu_beside_resident": round(middle["resident"][1] / cpu, 3)}), flush=True)  # fmt: skip
+                          "cpu_beside_resident": round(middle["resident"][1] / cpu, 3), **slowest(found[kind])}), flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

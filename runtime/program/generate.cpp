@@ -33,6 +33,7 @@ namespace {
 using OrderedJson = nlohmann::ordered_json;
 using Tokens = std::vector<std::int64_t>;
 
+constexpr const char* kWritten = "what was generated until then is written";
 constexpr std::int64_t kMostByItself = 128;  // sequences at once, where --batch is auto
 
 Sampling sampling_of(const GenerateOptions& options, Sampling sampling) {
@@ -131,7 +132,7 @@ class Generation {
       generate(*session_, ids, generation_,
                {.before_pass =
                     [&] {
-                      throw_if_stopped();
+                      throw_if_stopped(kWritten);
                       shown();
                       ++passes_;
                     },
@@ -194,7 +195,7 @@ class Generation {
       bool begun = false;
       try {
         talk.answer(ids[0], generation_,
-                    {.before_pass = [] { throw_if_stopped(); },
+                    {.before_pass = [] { throw_if_stopped(kWritten); },
                      .on_token =
                          [&](std::size_t, std::int64_t token) {
                            begun = true;
