@@ -71,6 +71,8 @@ cp -L /etc/resolv.conf /etc/hosts "$root/etc/"
 source=$root/src/tierflow
 if [ -e "$source/.git" ]; then
   git -c safe.directory='*' -C "$source" fetch -q "$repository" HEAD
+  # Files whose owner changed would be written anew, and all that was built of them built again.
+  git -c safe.directory='*' -C "$source" update-index -q --refresh || true
   git -c safe.directory='*' -C "$source" checkout -q --force --detach FETCH_HEAD
 else
   git clone -q --no-hardlinks "$repository" "$source"
