@@ -210,12 +210,18 @@ Error File::lock(bool shared) {
   return {};
 }
 
-Result<bool> File::preallocate(std::uint64_t bytes) {
-  FileSizeSignalGuard guard;
+int reserve_space(int descriptor, std::uint64_t bytes) {
+  const FileSizeSignalGuard guard;
   int status;
   do {
-    status = fallocate(descriptor_.fd(), 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+    status = fallocate(descriptor, 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
   } while (status == EINTR);
+  return status;
+}
+
+Result<bool> File::preallocate(std::uint64_t bytes) {
+  const FileSizeSignalGuard guard;
+  int status = reserve_space(descriptor_.fd(), bytes);
   if (status == 0) return true;
   if (status == EOPNOTSUPP || status == ENOSYS) {
     if (ftruncate(descriptor_.fd(), static_cast<off_t>(bytes)) == 0) return false;

@@ -89,4 +89,8 @@ class FileSizeSignalGuard {
   bool was_blocked_ = false;
 };
 
+// Reserves space on the drive for the first `bytes` bytes of a file, which is as long then. Returns 0 or an errno:
+// EOPNOTSUPP or ENOSYS if the file system reserves nothing.
+int reserve_space(int descriptor, std::uint64_t bytes);
+
 }  // namespace tierflow::io

@@ -6,8 +6,8 @@
 namespace tierflow::swap {
 namespace {
 
-constexpr std::uint64_t kForgets =
-    16;  // a unit that leaves the device takes one part of so many from what is known of others
+// A unit that leaves the device takes one part of so many from what is known of others.
+constexpr std::uint64_t kForgets = 16;
 
 }  // namespace
 

@@ -18,10 +18,6 @@ class UnitUse {
   // A visit of the stage needs these of its units on demand.
   void count(int stage, const std::vector<int>& needed);
   std::uint64_t of(int unit) const { return use_[unit]; }
-  // Whether `unit` gives way before `other` does: it is used less, or as much and has the higher number.
-  bool leaves_before(int unit, int other) const {
-    return use_[unit] != use_[other] ? use_[unit] < use_[other] : unit > other;
-  }
 
  private:
   const Layout& layout_;

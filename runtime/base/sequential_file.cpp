@@ -66,11 +66,7 @@ void SequentialFile::open(int flags) {
 // Pieces that make the file longer are written one after the other, because the file system takes them so.
 void SequentialFile::reserve_room() {
   if (bytes_ == 0) return;
-  const io::FileSizeSignalGuard guard;
-  int status = 0;
-  do {
-    status = fallocate(file_.fd(), 0, 0, static_cast<off_t>(bytes_)) == 0 ? 0 : errno;
-  } while (status == EINTR);
+  const int status = io::reserve_space(file_.fd(), bytes_);
   if (status == ENOSPC || status == EDQUOT || status == EFBIG || status == EIO)
     fail_system("reserve room for", path_.string(), status);
   together_ = direct_ && status == 0;

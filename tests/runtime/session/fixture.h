@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <memory>
 
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/init.h"
@@ -46,6 +47,16 @@ inline SessionOptions streamed(SessionOptions options, const Folder& folder) {
   options.host_memory = 150 * 1024;
   options.device_memory = 5 * kMiB + 512 * 1024;
   return options;
+}
+
+// Null where the budgets are too small.
+inline std::unique_ptr<Session> opened(const Model& model, const SessionOptions& options) {
+  try {
+    return std::make_unique<Session>(model, options);
+  } catch (const Exception& error) {
+    if (error.error().kind != io::ErrorKind::usage) throw;
+    return nullptr;
+  }
 }
 
 inline std::vector<std::vector<float>> masters_of(Session& session) {

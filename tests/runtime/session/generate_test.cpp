@@ -29,16 +29,6 @@ SessionOptions for_generation(SessionOptions options) {
   return options;
 }
 
-// Null where the budgets are too small.
-std::unique_ptr<Session> opened(const Model& model, const SessionOptions& options) {
-  try {
-    return std::make_unique<Session>(model, options);
-  } catch (const Exception& error) {
-    if (error.error().kind != io::ErrorKind::usage) throw;
-    return nullptr;
-  }
-}
-
 std::string with_layers(std::string json, int layers) {
   return std::regex_replace(json, std::regex("\"num_hidden_layers\": ?[0-9]+"),
                             "\"num_hidden_layers\":" + std::to_string(layers));
