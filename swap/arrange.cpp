@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <numeric>
-#include <ranges>
 
 #include "swap/arrange_device.h"
 
@@ -179,9 +178,9 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   if (in_slots) {
     result.cached_units = 1;
     const std::uint64_t slot = result.cached_bytes(layout);
-    const auto units = std::views::iota(0, static_cast<int>(layout.units().size()));
-    const auto all = std::ranges::count_if(units, [&](int unit) { return layout.on_demand(unit); });
-    result.cached_units = static_cast<int>(std::min<std::uint64_t>(host_left / slot, all));
+    std::uint64_t all = 0;
+    for (int unit = 0; unit < static_cast<int>(layout.units().size()); ++unit) all += layout.on_demand(unit) ? 1 : 0;
+    result.cached_units = static_cast<int>(std::min(host_left / slot, all));
   }
   return result;
 }

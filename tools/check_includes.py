@@ -1,7 +1,8 @@
 """Includes follow one direction: bindings > runtime > swap > io, with optim beside them; LibTorch stops at runtime.
 
 Inside runtime the rooms do so too. Every .h, .cpp and .cu of runtime lies in a room, but for tierflow.h, which includes what a C++
-author needs. Takes the folder to look at, the current one where none is given. Also names files beyond 400 lines, without failing.
+author needs. No source includes <ranges>: clang 14, which fuzzing and clang-tidy use, cannot compile the views of libstdc++ 12.
+Takes the folder to look at, the current one where none is given. Also names files beyond 400 lines, without failing.
 """
 
 import pathlib
@@ -57,6 +58,8 @@ def faults(path, text):
             yield f"{path}: includes {include}, but {folder} may not know {target}"
         if target == folder == "runtime" and room is not None and room_of(parts) != room and room_of(parts) not in ROOMS[room]:
             yield f"{path}: includes {include}, but runtime/{room} may not know {room_of(parts) or FRONT_DOOR}"
+        if include == "ranges":
+            yield f"{path}: includes <ranges>, which clang 14 cannot compile with libstdc++ 12"
         if TORCH.match(include) and (folder in WITHOUT_TORCH or room in ROOMS_WITHOUT_TORCH):
             yield f"{path}: includes {include}, but {folder if room is None else f'runtime/{room}'} is below LibTorch and Python"
 

@@ -34,6 +34,10 @@ T value_or_throw(io::Result<T> result) {
 [[noreturn]] inline void fail_input(std::string where, std::string detail) {
   fail(io::ErrorKind::input, std::move(where), std::move(detail));
 }
+// For options together, a command or a configuration: `detail` names what is wrong.
+[[noreturn]] inline void fail_usage(std::string detail) {
+  fail(io::ErrorKind::usage, {}, std::move(detail));
+}
 // The system call `operation` on `path` failed with `error_number`; `detail` may say what to do.
 [[noreturn]] void fail_system(std::string operation, std::string path, int error_number, std::string detail = {});
 

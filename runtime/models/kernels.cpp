@@ -89,6 +89,19 @@ TIERFLOW_CLONES void rms_norm_backward(const std::uint16_t* d_out, const std::ui
   }
 }
 
+TIERFLOW_CLONES void layer_norm_sums(const std::uint16_t* d_out, const std::uint16_t* x, const float* mean,
+                                     const float* rstd, float* d_w, float* d_b, std::int64_t rows, std::int64_t n) {
+  for (std::int64_t row = 0; row < rows; ++row, x += n, d_out += n) {
+    const float m = mean[row], r = rstd[row];
+    if (d_w != nullptr) {
+      for (std::int64_t i = 0; i < n; ++i) d_w[i] += wide(d_out[i]) * ((wide(x[i]) - m) * r);
+    }
+    if (d_b != nullptr) {
+      for (std::int64_t i = 0; i < n; ++i) d_b[i] += wide(d_out[i]);
+    }
+  }
+}
+
 TIERFLOW_CLONES void rope(std::uint16_t* x, const float* cos, const float* sin, const std::int64_t* table_row,
                           std::int64_t first_row, std::int64_t rows, const RopeShape& shape, float sign) {
   const std::int64_t half = shape.rotated / 2;

@@ -24,6 +24,11 @@ void rms_norm_backward(const std::uint16_t* d_out, const std::uint16_t* x, const
                        const std::uint16_t* residual, std::uint16_t* d_x, float* d_w, std::int64_t rows, std::int64_t n,
                        RmsRule rule);
 
+// The gradients of a layer norm's parameters: d_w [n] += sum over rows of d_out * (x - mean) * rstd, d_b [n] += of
+// d_out. mean, rstd: [rows]. Either of d_w and d_b may be null.
+void layer_norm_sums(const std::uint16_t* d_out, const std::uint16_t* x, const float* mean, const float* rstd,
+                     float* d_w, float* d_b, std::int64_t rows, std::int64_t n);
+
 // Rotates the first `rotated` dimensions of x [rows, heads, head_dim] in place; row r uses row table_row[first_row + r]
 // of the tables, or where that is null, row (first_row + r) % table_rows. cos, sin: [table_rows, rotated / 2]; `sign`
 // -1 rotates back (the gradient). Pairs are (2i, 2i + 1) where interleaved, else (i, i + rotated / 2).

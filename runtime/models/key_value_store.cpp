@@ -1,7 +1,7 @@
 #include "runtime/models/key_value_store.h"
 
+#include <algorithm>
 #include <chrono>
-#include <ranges>
 
 #include "runtime/base/exception.h"
 #include "runtime/base/seconds.h"

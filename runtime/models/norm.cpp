@@ -42,10 +42,8 @@ at::Tensor Norm::operator()(const Weights& weights, const at::Tensor& x, Kept* k
     return out.mul_(wide(weight)).to(x.scalar_type());
   }
   const at::Tensor bias = bias_ < 0 ? at::Tensor() : weights[static_cast<std::size_t>(bias_)];
-  if (kept == nullptr) return at::layer_norm(x, {x.size(-1)}, weight, bias, eps_);
-  at::Tensor out;
-  std::tie(out, kept->mean, kept->rstd) = at::native_layer_norm(x, {x.size(-1)}, weight, bias, eps_);
-  return out;
+  if (kept == nullptr) return layer_norm(x, weight, bias, eps_);
+  return layer_norm(x, weight, bias, eps_, &kept->mean, &kept->rstd);
 }
 
 at::Tensor Norm::of_sum(const Weights& weights, const at::Tensor& x, at::Tensor& added, Kept* kept) const {
@@ -73,10 +71,8 @@ at::Tensor Norm::backward(const Weights& weights, const Gradients& sums, const a
                                 .to(x.scalar_type());
     return residual.defined() ? d_in + residual : d_in;
   }
-  const auto [d_x, d_weight, d_bias] = at::native_layer_norm_backward(
-      d_out, x, {x.size(-1)}, kept.mean, kept.rstd, weight, at_or_none(weights, bias_), {true, true, bias_ >= 0});
-  if (const at::Tensor sum = at_or_none(sums, weight_); sum.defined()) sum.add_(d_weight);
-  if (const at::Tensor sum = at_or_none(sums, bias_); sum.defined()) sum.add_(d_bias);
+  const at::Tensor d_x = layer_norm_backward(d_out, x, kept.mean, kept.rstd, weight, at_or_none(weights, bias_),
+                                             at_or_none(sums, weight_), at_or_none(sums, bias_));
   return residual.defined() ? d_x + residual : d_x;
 }
 

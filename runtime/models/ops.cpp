@@ -4,7 +4,10 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
+#include <span>
+#include <tuple>
 
 #include "runtime/models/grain.h"
 #include "runtime/models/kernels.h"
@@ -55,6 +58,32 @@ Tensor fused_rms_norm(const Tensor& x, const Tensor& added, const Tensor& weight
   return out;
 }
 
+// work(first row, rows, a sum of n for each of `sums`, null for an undefined one) for blocks of rows set by the shape;
+// their sums are added block after block: the same bits on any number of threads.
+template <std::size_t N, class Work>
+void add_by_blocks(std::int64_t rows, std::int64_t n, const Tensor (&sums)[N], Work work) {
+  const auto [block, blocks] = row_kernels::norm_blocks(rows, n, 64);
+  Tensor partial[N];
+  std::array<float*, N> partials{};
+  for (std::size_t i = 0; i < N; ++i) {
+    if (!sums[i].defined()) continue;
+    partial[i] = at::zeros({blocks, n}, at::kFloat);
+    partials[i] = partial[i].template mutable_data_ptr<float>();
+  }
+  at::parallel_for(0, blocks, 1, [&, block = block](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t b = begin; b < end; ++b) {
+      std::array<float*, N> of_block = partials;
+      for (float*& place : of_block) place = place != nullptr ? place + b * n : nullptr;
+      work(b * block, std::min(block, rows - b * block), std::span<float* const>(of_block));
+    }
+  });
+  for (std::size_t i = 0; i < N; ++i) {
+    if (!sums[i].defined()) continue;
+    for (std::int64_t b = 1; b < blocks; ++b) kernels::add(partials[i], partials[i] + b * n, n);
+    sums[i].add_(partial[i][0]);
+  }
+}
+
 }  // namespace
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, NormKind kind, Tensor* rstd) {
@@ -94,25 +123,48 @@ Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rst
     return d_x.to(x.scalar_type());
   }
   Tensor d_x = at::empty_like(x);
-  // The weight's gradient is summed in blocks of rows set by the shape, then block after block: the same bits on any
-  // thread count.
-  const auto [block, blocks] = row_kernels::norm_blocks(rows, n, 64);
-  Tensor partial = sum.defined() ? at::zeros({blocks, n}, x.options().dtype(at::kFloat)) : Tensor();
-  float* partials = sum.defined() ? partial.mutable_data_ptr<float>() : nullptr;
-  const float* r = rstd.const_data_ptr<float>();
-  at::parallel_for(0, blocks, 1, [&, block = block](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t b = begin; b < end; ++b) {
-      const std::int64_t first = b * block, count = std::min(block, rows - first);
-      kernels::rms_norm_backward(bits(d_out) + first * n, bits(x) + first * n, r + first, bits(weight),
-                                 residual.defined() ? bits(residual) + first * n : nullptr, bits(d_x) + first * n,
-                                 partials != nullptr ? partials + b * n : nullptr, count, n, rule_of(kind));
-    }
+  add_by_blocks(rows, n, {sum}, [&](std::int64_t first, std::int64_t count, std::span<float* const> partials) {
+    kernels::rms_norm_backward(bits(d_out) + first * n, bits(x) + first * n, rstd.const_data_ptr<float>() + first,
+                               bits(weight), residual.defined() ? bits(residual) + first * n : nullptr,
+                               bits(d_x) + first * n, partials[0], count, n, rule_of(kind));
   });
-  if (partials != nullptr) {
-    for (std::int64_t b = 1; b < blocks; ++b) kernels::add(partials, partials + b * n, n);
-    sum.add_(partial[0]);
-  }
   return d_x;
+}
+
+// On the CPU, ATen takes parameters in bf16 to mean that statistics and sums over rows are kept in bf16: it gets them
+// in fp32, and the sums are made here.
+Tensor layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps, Tensor* mean, Tensor* rstd) {
+  const Tensor w = x.is_cpu() ? weight.to(wide_type(x)) : weight;
+  const Tensor b = x.is_cpu() && bias.defined() ? bias.to(wide_type(x)) : bias;
+  if (mean == nullptr) return at::layer_norm(x, {x.size(-1)}, w, b, eps);
+  Tensor out;
+  std::tie(out, *mean, *rstd) = at::native_layer_norm(x, {x.size(-1)}, w, b, eps);
+  return out;
+}
+
+Tensor layer_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& mean, const Tensor& rstd,
+                           const Tensor& weight, const Tensor& bias, const Tensor& weight_sum, const Tensor& bias_sum) {
+  const std::int64_t n = x.size(-1), rows = x.numel() / n;
+  if (!x.is_cpu()) {
+    const auto [d_x, d_weight, d_bias] = at::native_layer_norm_backward(
+        d_out, x, {n}, mean, rstd, weight, bias, {true, weight_sum.defined(), bias_sum.defined()});
+    if (weight_sum.defined()) weight_sum.add_(d_weight);
+    if (bias_sum.defined()) bias_sum.add_(d_bias);
+    return d_x;
+  }
+  if (fused(d_out, x)) {
+    add_by_blocks(
+        rows, n, {weight_sum, bias_sum}, [&](std::int64_t first, std::int64_t count, std::span<float* const> partials) {
+          kernels::layer_norm_sums(bits(d_out) + first * n, bits(x) + first * n, mean.const_data_ptr<float>() + first,
+                                   rstd.const_data_ptr<float>() + first, partials[0], partials[1], count, n);
+        });
+  } else {
+    const Tensor d = d_out.to(wide_type(x));
+    if (weight_sum.defined()) weight_sum.add_((d * (x.to(wide_type(x)) - mean) * rstd).reshape({rows, n}).sum(0));
+    if (bias_sum.defined()) bias_sum.add_(d.reshape({rows, n}).sum(0));
+  }
+  return std::get<0>(
+      at::native_layer_norm_backward(d_out, x, {n}, mean, rstd, weight.to(wide_type(x)), {}, {true, false, false}));
 }
 
 Tensor rope(Tensor x, const Tensor& cos, const Tensor& sin, RopeRule rule, double sign, const Tensor& positions) {

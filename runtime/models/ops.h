@@ -26,6 +26,13 @@ Tensor rms_norm_of_sum(const Tensor& x, Tensor& added, const Tensor& weight, dou
 Tensor rms_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& rstd, const Tensor& weight,
                          const Tensor& sum, NormKind kind = NormKind::rms, const Tensor& residual = {});
 
+// A layer norm over the last dimension, and its gradient of x; adds the parameters' gradients to `weight_sum` and
+// `bias_sum`. bias may be undefined. mean, rstd: as layer_norm() gave them, in a type that the device chooses.
+Tensor layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps, Tensor* mean = nullptr,
+                  Tensor* rstd = nullptr);
+Tensor layer_norm_backward(const Tensor& d_out, const Tensor& x, const Tensor& mean, const Tensor& rstd,
+                           const Tensor& weight, const Tensor& bias, const Tensor& weight_sum, const Tensor& bias_sum);
+
 // Rotary embedding of the first 2n dimensions of x [batch, sequence, heads, head_dim]. cos, sin: fp32 [sequence, n], or
 // one for each row [batch, sequence, n]. positions, where defined: int64 [batch, sequence], the row of [sequence, n]
 // for each token. Pairs are neighbours where interleaved, else one of each half; cos and sin are rounded to x's type

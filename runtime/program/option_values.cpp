@@ -25,10 +25,6 @@ T parse_all(const std::string& text, const std::string& option, const char* what
 
 }  // namespace
 
-void fail_usage(const std::string& detail) {
-  fail(io::ErrorKind::usage, "", detail);
-}
-
 void fail_option(const std::string& option, const std::string& detail) {
   fail_usage(fmt::format("--{} {}", option, detail));
 }

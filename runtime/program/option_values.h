@@ -5,8 +5,6 @@
 
 namespace tierflow {
 
-// For errors of several options together, or of a whole command: `detail` names them.
-[[noreturn]] void fail_usage(const std::string& detail);
 [[noreturn]] void fail_option(const std::string& option, const std::string& detail);
 
 std::int64_t parse_integer(const std::string& text, const std::string& option);

@@ -19,10 +19,6 @@
 namespace tierflow {
 namespace {
 
-[[noreturn]] void fail_usage(const std::string& detail) {
-  throw Exception(io::ErrorKind::usage, detail);
-}
-
 // By AdapterInit. The last is no choice among adapters.
 constexpr std::array<std::string_view, 6> kInits = {"default", "pissa", "olora", "lora-ga", "lora_ga", "galore"};
 constexpr std::string_view kIterated = "pissa_niter_";

@@ -17,97 +17,23 @@
 #include "runtime/spec/expert_parameters.h"
 #include "runtime/spec/name_pattern.h"
 #include "runtime/spec/outer_adapters.h"
+#include "runtime/spec/saved_modules.h"
 
 namespace tierflow {
 namespace {
 
-constexpr std::string_view kWeight = ".weight", kPrefix = "base_model.model.", kHead = "lm_head";
-constexpr std::string_view kHeadInFolders = "embed_out";  // GPT-NeoX's; in transformers 5 the module is kHead
+constexpr std::string_view kWeight = ".weight", kPrefix = "base_model.model.";
 constexpr std::string_view kA = ".lora_A.weight", kB = ".lora_B.weight", kA0 = ".lora_A0.weight",
                            kB0 = ".lora_B0.weight", kM = ".lora_magnitude_vector", kM0 = ".lora_magnitude_base";
 // By AdapterPart, but for none.
 constexpr std::array<std::string_view, 6> kParts = {kA, kB, kA0, kB0, kM, kM0};
 constexpr std::string_view kTableA = ".lora_embedding_A", kTableB = ".lora_embedding_B";
 
-[[noreturn]] void fail_usage(const std::string& detail) {
-  throw Exception(io::ErrorKind::usage, detail);
-}
-
 // A name without the ".weight" at its end.
 std::string without_weight(std::string_view name) {
   name.remove_suffix(std::min(name.size(), kWeight.size()));
   return std::string(name);
 }
-
-// "q_proj" of "model.layers.0.self_attn.q_proj".
-std::string last_name(const std::string& module) {
-  return module.substr(module.rfind('.') + 1);
-}
-
-// "model.layers.0.self_attn.q_proj" of its weight's and its bias's names.
-std::string module_of(const std::string& tensor) {
-  return tensor.substr(0, tensor.rfind('.'));
-}
-
-// A tensor's name in transformers' and PEFT's models, which folders of weights may have under another.
-std::string name_in_model(const std::string& tensor) {
-  return module_of(tensor) == kHeadInFolders ? fmt::format("{}{}", kHead, kWeight) : tensor;
-}
-
-// The modules that a configuration saves.
-class Saved {
- public:
-  Saved(const ModelSpec& spec, const std::vector<std::string>& names)
-      : spec_(spec), names_(names), unused_(names.begin(), names.end()), tied_(spec.config.tie_word_embeddings) {
-    if (tied_) table_ = spec.units.front().tensors.front().name;
-  }
-
-  // Whether this tensor is in one of them. has_adapter: its layer is to have one, unless it is saved.
-  bool wants(const TensorSpec& tensor, bool has_adapter) {
-    std::vector<std::string> paths{module_of(name_in_model(tensor.name))};
-    modules_.insert(last_name(paths.front()));
-    for (std::size_t dot = paths.back().rfind('.'); dot != std::string::npos; dot = paths.back().rfind('.'))
-      paths.push_back(paths.back().substr(0, dot));
-    if (is_tied_table(tensor)) paths.emplace_back(kHead);
-    if (paths.front() != module_of(tensor.name)) paths.push_back(module_of(tensor.name));
-    for (std::size_t i = 0, in_text = paths.size(); i < in_text; ++i)
-      if (std::string whole = module_paths(spec_, paths[i]).back(); whole != paths[i])
-        paths.push_back(std::move(whole));
-    std::string fitting;
-    bool whole = false;
-    for (const std::string& path : paths)
-      for (const std::string& name : names_)
-        if (path.ends_with(name)) {
-          unused_.erase(name);
-          fitting = name;
-          whole = whole || name_fits(path, name);
-        }
-    if (fitting.empty()) return false;
-    if (tensor.part != Part::plain)
-      fail_usage(
-          fmt::format("the module to save \"{}\" has a router or experts in it: these cannot be trained beside "
-                      "adapters",
-                      printable(fitting)));
-    if (has_adapter && !whole)
-      fail_usage(
-          fmt::format("the module to save \"{}\" is a part of the name {}, which has an adapter: give whole names",
-                      printable(fitting), paths.front()));
-    return true;
-  }
-  bool is_tied_table(const TensorSpec& tensor) const { return tied_ && tensor.name == table_; }
-  void expect_used() const {
-    if (!unused_.empty())
-      fail_usage(fmt::format("no module that could be saved is called {}: this model has {}",
-                             printable(fmt::format("{}", fmt::join(unused_, " or ")), 200), fmt::join(modules_, ", ")));
-  }
-
- private:
-  const ModelSpec& spec_;
-  const std::vector<std::string>& names_;
-  std::set<std::string> unused_, modules_;
-  bool tied_ = false;
-  std::string table_;
-};
 
 // Units whose linear layers have adapters where their names fit: those of blocks, by number. Of layers of one's own the
 // last, which has the loss, is one of them.
@@ -302,7 +228,7 @@ std::string adapter_config_beside_base(const ModelSpec& spec) {
 void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
   check_adapters(config);
   AdapterChoice choice(spec, config);
-  Saved saved(spec, config.saved);
+  SavedModules saved(spec, config.saved);
   const bool transposed = has_transposed_weights(spec), windows = config.init == AdapterInit::galore;
   std::set<std::string> names;
   std::set<std::string> unused(config.targets.begin(), config.targets.end()),
@@ -397,7 +323,7 @@ void add_adapters(ModelSpec& spec, const AdapterConfig& config) {
                            printable(fmt::format("{}", fmt::join(unused, " or ")), 200), fmt::join(names, ", ")));
   expect_adapters_of_all_that_fits(spec, config.parameters);
   saved.expect_used();
-  std::ranges::replace(written.saved, std::string(kHeadInFolders), std::string(kHead));
+  name_head_as_in_model(written.saved);
   for (const std::int64_t layer : config.layers)
     if (layer < 0 || layer >= spec.config.layers)
       fail_usage(fmt::format("there is no layer {} to adapt: the model's are 0 to {}", layer, spec.config.layers - 1));

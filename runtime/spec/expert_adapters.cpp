@@ -16,10 +16,6 @@
 namespace tierflow {
 namespace {
 
-[[noreturn]] void fail_usage(const std::string& detail) {
-  throw Exception(io::ErrorKind::usage, detail);
-}
-
 // What of a name is behind a path's last dot, and what is before.
 std::string before_last(const std::string& path) {
   return path.substr(0, path.rfind('.'));

@@ -11,10 +11,6 @@
 namespace tierflow {
 namespace {
 
-[[noreturn]] void fail_usage(const std::string& detail) {
-  throw Exception(io::ErrorKind::usage, detail);
-}
-
 // A matrix outside of blocks that is a target.
 struct Target {
   std::string module;

@@ -236,9 +236,7 @@ def probe(folder, ids, labels, dtype, out, *tiles):
     given = out.with_suffix(".tokens")
     given.write_bytes(ids.numpy().tobytes() + labels.numpy().tobytes())
     command = [PROBE, folder, given, BATCH, LENGTH, dtype, out, *tiles]
-    # ATen's LayerNorm adds up the gradient of its weight in bf16, row by row, in as many sums as there are threads: fewer are less exact.
-    threads = {**os.environ, "OMP_NUM_THREADS": "2"}
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, check=False, env=threads)
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     losses = None if tiles else torch.from_numpy(numpy.fromfile(out / "losses.f64", dtype=numpy.float64))
     return float(done.stdout), losses, load_file(out / "model.safetensors")

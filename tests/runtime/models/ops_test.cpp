@@ -168,6 +168,31 @@ TEST(Ops, a_label_beyond_the_vocabulary_is_an_error) {
   EXPECT_ANY_THROW(models::cross_entropy(logits, torch::tensor({1, 8}), losses, 1.0, true));
 }
 
+TEST(Ops, layer_norms_sum_in_fp32) {
+  const std::int64_t n = 96;
+  const Tensor x = random({64, 64, n}, 3.0) + 1, w = random({n}), d = random({64, 64, n});
+  for (const Tensor& bias : {random({n}), Tensor()}) {
+    Tensor mean, rstd;
+    const Tensor out = models::layer_norm(x, w, bias, 1e-5, &mean, &rstd);
+    EXPECT_TRUE(torch::equal(out, models::layer_norm(x, w, bias, 1e-5)));
+    const Tensor x64 = leaf(x), w64 = leaf(w), b64 = leaf(bias.defined() ? bias : torch::zeros({n}));
+    const Tensor exact = torch::layer_norm(x64, {n}, w64, b64, 1e-5);
+    expect_rounded(out, exact);
+    exact.backward(d.to(torch::kDouble));
+    // Rows that do not lie together take ATen's operations.
+    for (const Tensor& gradient : {d, d.transpose(0, 1).contiguous().transpose(0, 1)}) {
+      Tensor sum = torch::ones({n}), bias_sum = bias.defined() ? torch::ones({n}) : Tensor();
+      const Tensor d_x = models::layer_norm_backward(gradient, x, mean, rstd, w, bias, sum, bias_sum);
+      EXPECT_LT(relative_error(d_x, x64.grad()), 2e-3);
+      EXPECT_LT(relative_error(sum - 1, w64.grad()), 1e-5);
+      if (bias.defined()) {
+        EXPECT_LT(relative_error(bias_sum - 1, b64.grad()), 1e-5);
+      }
+      EXPECT_TRUE(torch::equal(d_x, models::layer_norm_backward(gradient, x, mean, rstd, w, bias, {}, {})));
+    }
+  }
+}
+
 TEST(Ops, products_add_into_fp32) {
   const Tensor a = random({50, 70}), b = random({50, 30});
   Tensor sum = torch::full({70, 30}, 2.0);
