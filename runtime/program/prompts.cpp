@@ -23,7 +23,13 @@ constexpr std::string_view kUtf8Mark = "\xef\xbb\xbf";
 OrderedJson row_prompt(const PromptForm& form, const std::string& line, const std::string& where) {
   parse_json(line, where);                           // refuses what is none
   const OrderedJson row = OrderedJson::parse(line);  // templates see the keys in their order
-  if (row.is_object() && row.contains("messages")) return row;
+  if (row.is_object() && row.contains("messages")) {
+    const OrderedJson& messages = row["messages"];
+    if (messages.is_array() && !messages.empty() && messages.back().is_object() &&
+        messages.back().value("role", OrderedJson()) == "assistant")
+      fail_input(where, "ends with a message of the assistant: a prompt ends with the message that it is to answer");
+    return row;
+  }
   for (const char* field : {"prompt", "text"})
     if (row.is_object() && row.contains(field) && row[field].is_string())
       return as_prompt(form, row[field].get<std::string>());

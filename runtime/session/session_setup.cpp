@@ -99,7 +99,7 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
     check_write_limit();
     make_store(left);
   }
-  if (plan.cache.storage != 0) make_key_value_store();
+  if (plan.cache.storage != 0 && key_values == nullptr) make_key_value_store();
   state = std::make_unique<StreamedState>(model->spec().units, plan.packed, *plan.layout, plan.arrangement, store.get(),
                                           StreamedState::Options{.device = options.device,
                                                                  .train = options.train,
@@ -224,6 +224,7 @@ void Session::Impl::make_store(const swap::Store::Contents& left) {
   }
   if (options.fresh) discard_store(options.storage);
   refuse_left_store(options.storage);
+  if (plan.cache.storage != 0) make_key_value_store();  // first: the state can do with the room of one copy
   auto made = with_room([&] { return swap::Store::create(wanted, *plan.layout); });
   if (!made.ok() && made.error().error_number == ENOSPC && options.commit_auto && plan.commit_every != 0) {
     plan.commit_every = 0;

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-PROGRAMS = ("core_test", "io_test", "optim_test", "session_test", "swap_test", "train_test")
+PROGRAMS = ("core_test", "io_test", "models_test", "optim_test", "session_test", "swap_test", "train_test")
 
 
 def listed(program):

