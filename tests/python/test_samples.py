@@ -2,6 +2,7 @@
 import json
 import shutil
 import signal
+import subprocess
 
 import pytest
 from program import changed, needs_torch, run, small, start, steps_of, the_error, wait_until
@@ -109,6 +110,22 @@ def test_where_keys_and_values_lie_changes_no_token(work, tmp_path):
     assert found[0] == found[1] and len(found[0][0]) == 1
     planned = run(work, "plan", *on_storage()[1:], "--json", env={"XDG_CACHE_HOME": str(tmp_path)}).stdout
     assert json.loads(planned)["storage"]["keys_and_values"] > 0
+
+
+def test_where_they_and_two_copies_of_the_state_do_not_fit_there_is_one_copy(work, tmp_path):
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    on_drive = [*changed(on_storage(), {"--storage": str(drive)}), "--allow-any-filesystem", "--allow-buffered"]
+    storage = json.loads(run(work, "plan", *on_storage()[1:], "--json", env={"XDG_CACHE_HOME": str(tmp_path)}).stdout)["storage"]
+    size = storage["bytes"] + 2 * 2**20  # files take up to 1 MiB more than they hold: two copies alone fit
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", drive], capture_output=True).returncode != 0:
+        pytest.skip("this machine does not let us mount")
+    try:
+        log = tmp_path / "log.json"
+        said = run(work, *on_drive, "--out", tmp_path / "out", "--log-json", log).stderr
+        assert "no room for a second copy of the state: a crash loses the run" in said and samples_of(log), said
+    finally:
+        subprocess.run(["umount", "--lazy", drive], check=True)
 
 
 def test_writing_them_does_not_pass_the_limit(work, tmp_path):
