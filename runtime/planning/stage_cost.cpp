@@ -34,6 +34,7 @@ struct Sizes {
   double masks = 0;        // 1 where dropout follows the halves
   bool by_hand = true;     // its gradient is not autograd's
   double tensor_norm = 0;  // 1 where norms follow the halves
+  double statistics = 0;   // bytes that a norm keeps of each row
 };
 
 Sizes sizes_of(const ModelSpec& spec, const StageSpec& stage, double tokens) {
@@ -49,7 +50,8 @@ Sizes sizes_of(const ModelSpec& spec, const StageSpec& stage, double tokens) {
               .head_norms = c.qk_norm == QkNorm::none ? 0.0 : 1.0,
               .masks = c.residual_dropout > 0 ? 1.0 : 0.0,
               .by_hand = c.adapter_dropout == 0,
-              .tensor_norm = c.names.attention_out_norm.empty() ? 0.0 : 1.0};
+              .tensor_norm = c.names.attention_out_norm.empty() ? 0.0 : 1.0,
+              .statistics = subtracts_mean(c.norm) ? 8.0 : 4.0};
   if (stage.kind == StageKind::experts || (stage.block >= 0 && c.layer(stage.block).experts)) {
     sizes.chosen = static_cast<double>(c.experts.per_token);
     sizes.experts = static_cast<double>(c.experts.count);
@@ -106,8 +108,9 @@ void add_block(const ModelSpec& spec, const StageSpec& of, const Sizes& s, doubl
   double forward = 0, backward = 0;
   if (attends(of.kind)) {
     cost.attention = 4 * s.tokens * keys_seen(spec, of, length) * s.q;
-    kept += 2 * (s.hidden + 2 * s.q + 2 * s.kv) + 4 * (1 + s.heads) + (2 * s.tensor_norm + s.masks) * s.hidden +
-            s.head_norms * (2 * (s.q + s.kv) + 4 * (s.heads + s.kv_heads));
+    kept += 2 * (s.hidden + 2 * s.q + 2 * s.kv) + s.statistics + 4 * s.heads +
+            (2 * s.tensor_norm + s.masks) * s.hidden +
+            s.head_norms * (2 * (s.q + s.kv) + s.statistics * (s.heads + s.kv_heads));
     swapped += 2 * (2 * s.q + 2 * s.kv) + 4 * s.heads + 2 * s.tensor_norm * s.hidden;
     peak = 2 * (s.hidden + s.q + 2 * s.kv) + 8 * s.q;  // with the sums of flash attention's backward
     keeping = 4 * s.hidden;
@@ -118,7 +121,7 @@ void add_block(const ModelSpec& spec, const StageSpec& of, const Sizes& s, doubl
   }
   if (expands(of.kind)) {
     const bool whole = of.kind == StageKind::block;
-    kept += 2 * (s.hidden + s.halves * s.width) + 4 + (2 * s.tensor_norm + s.masks) * s.hidden;
+    kept += 2 * (s.hidden + s.halves * s.width) + s.statistics + (2 * s.tensor_norm + s.masks) * s.hidden;
     if (whole) kept += 2 * s.hidden;
     swapped += 2 * s.halves * s.width + 2 * s.tensor_norm * s.hidden + (whole ? 2 * s.hidden : 0);
     kept += 2 * s.experts + 36 * s.chosen;

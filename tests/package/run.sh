@@ -10,7 +10,7 @@ mkdir -p "$work/source"
 cp "$here"/../../examples/cpp/* "$here"/config.json "$work/source"
 
 cmake --install "$build" --prefix "$work/prefix" >/dev/null
-cmake -S "$work/source" -B "$work/build" -G Ninja -DCMAKE_PREFIX_PATH="$work/prefix" -DCMAKE_BUILD_TYPE=Debug
+cmake -S "$work/source" -B "$work/build" -G Ninja -DCMAKE_PREFIX_PATH="$work/prefix"
 cmake --build "$work/build"
 
 "$work/prefix/bin/tierflow" init --config "$work/source/config.json" --out "$work/model" --seed 3

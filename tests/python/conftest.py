@@ -4,6 +4,7 @@ import os
 import pathlib
 import signal
 import sys
+import tempfile
 
 import pytest
 
@@ -21,6 +22,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # the end of each region, beside other tests. Tests of threads set their number themselves.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"
+# Profiles and prepared data of tests are not the user's, and none of earlier runs.
+CACHE = tempfile.TemporaryDirectory(prefix="tierflow-tests-cache-")
+os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 
 def pytest_report_header():

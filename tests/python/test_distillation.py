@@ -4,7 +4,7 @@ import signal
 import struct
 
 import pytest
-from program import again, changed, needs_torch, run, small, start, steps_of, the_error, wait_until
+from program import again, changed, needs_torch, on_a_card, run, small, start, steps_of, the_error, wait_until
 from rows import base, read_row_file, the_library, transformers, write_rows  # noqa: F401
 
 pytestmark = needs_torch
@@ -223,8 +223,8 @@ def test_what_does_not_fit_is_refused(work, tmp_path):
     assert "its teacher had another tokenizer" in refused(learnt(tmp_path / "larger.tft"))
 
 
-def test_a_plan_counts_the_teachers_tokens(work, tmp_path):
+def test_a_plan_counts_the_teachers_tokens(work):
     def workspace(*options):
         asked = ["plan", "--model", "student", *small("--sequence-length", "32", "--micro-batches", "3"), "--json", *options]
-        return json.loads(run(work, *asked, env={"XDG_CACHE_HOME": str(tmp_path)}).stdout)["device"]["workspace"]
+        return json.loads(run(work, *on_a_card(asked)).stdout)["device"]["workspace"]
     assert workspace("--distill", work / "more.tft") - workspace() == 3 * 2 * 32 * TOP * 6  # micro-batches of two rows; 6 bytes a token

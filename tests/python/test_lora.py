@@ -355,9 +355,15 @@ def test_adapters_of_experts_over_four_bits_are_gone_on_with(work, mixture):
     config = json.loads((work / "out" / "adapter_config.json").read_text())
     assert config["target_modules"] == [] and config["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
     assert all(".experts." in name for name in load_file(work / "out" / "adapter_model.safetensors"))
-    # It is gone on with, and planned for.
+    # It is gone on with.
     run(work, "train", "--method", "lora", "--model", "base", "--adapter", "out", "--data", "text.txt", "--steps", "2", "--out", "more", *small())
     assert json.loads((work / "more" / "adapter_config.json").read_text())["target_modules"] == []
+
+
+def test_a_plan_counts_the_factors_of_experts(work):
+    (work / "config.json").write_text(json.dumps(config(**MIXTURES["gpt_oss"])))
+    run(work, "init", "--config", "config.json", "--out", "base")
+    run(work, *LORA, *EXPERTS, "--lora-target-modules", "none", "--steps", "1", "--out", "out", *small())
     plain = ["plan", "--method", "lora", "--model", "base", "--lora-rank", "4", "--json", *small()]
     planned, without = (json.loads(run(work, *plain, *more).stdout) for more in (EXPERTS, []))
     factors = load_file(work / "out" / "adapter_model.safetensors")

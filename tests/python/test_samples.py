@@ -5,7 +5,7 @@ import signal
 import subprocess
 
 import pytest
-from program import changed, needs_torch, run, small, start, steps_of, the_error, wait_until
+from program import changed, needs_torch, on_a_card, run, small, start, steps_of, the_error, wait_until
 from rows import base, the_library, transformers, write_rows  # noqa: F401
 
 pytestmark = needs_torch
@@ -100,6 +100,10 @@ def on_storage(*more):
     return [*changed(words("--steps", "2", *LONG), {"--host-memory": "600KiB", "--model": "deep"}), "--storage", "store", *more]
 
 
+def storage_of_a_plan(work):
+    return json.loads(run(work, "plan", *on_storage()[1:], "--json", env={"XDG_CACHE_HOME": str(work / "profiles")}).stdout)["storage"]
+
+
 def test_where_keys_and_values_lie_changes_no_token(work, tmp_path):
     found = []
     for name, budget in ("in RAM", changed(words("--steps", "2", *LONG), {"--model": "deep"})), ("on storage", on_storage()):
@@ -108,15 +112,14 @@ def test_where_keys_and_values_lie_changes_no_token(work, tmp_path):
         found.append((samples_of(log), weights(tmp_path / name)))
         assert ("those of the other layers on storage" in " ".join(said.split())) == (name == "on storage")
     assert found[0] == found[1] and len(found[0][0]) == 1
-    planned = run(work, "plan", *on_storage()[1:], "--json", env={"XDG_CACHE_HOME": str(tmp_path)}).stdout
-    assert json.loads(planned)["storage"]["keys_and_values"] > 0
+    assert storage_of_a_plan(work)["keys_and_values"] > 0
 
 
 def test_where_they_and_two_copies_of_the_state_do_not_fit_there_is_one_copy(work, tmp_path):
     drive = tmp_path / "drive"
     drive.mkdir()
     on_drive = [*changed(on_storage(), {"--storage": str(drive)}), "--allow-any-filesystem", "--allow-buffered"]
-    storage = json.loads(run(work, "plan", *on_storage()[1:], "--json", env={"XDG_CACHE_HOME": str(tmp_path)}).stdout)["storage"]
+    storage = storage_of_a_plan(work)
     size = storage["bytes"] + 2 * 2**20  # files take up to 1 MiB more than they hold: two copies alone fit
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", drive], capture_output=True).returncode != 0:
         pytest.skip("this machine does not let us mount")
@@ -153,7 +156,7 @@ def test_their_keys_and_values_are_of_the_budget(work, tmp_path):
 def test_a_plan_counts_them(work, tmp_path):
     def planned(*options, **more):
         asked = ["plan", "--model", "model", *small("--sequence-length", "32", "--micro-batches", "2", *options)]
-        return run(work, *asked, "--json", env={"XDG_CACHE_HOME": str(tmp_path)}, **more)
+        return run(work, *on_a_card(asked), "--json", **more)
     plain, counted = json.loads(planned().stdout), json.loads(planned(*SAMPLES).stdout)
     assert counted["device"]["workspace"] > plain["device"]["workspace"] and counted["host"]["keys_and_values"] > plain["host"]["keys_and_values"] == 0
     said = run(work, *words("--steps", "1", *SAMPLES), "--out", tmp_path / "out").stderr  # a run sets as much aside
