@@ -59,14 +59,16 @@ DecoderAttention::Projected DecoderAttention::project_in(const Weights& weights,
           .v = all.narrow(2, heads + kv_heads, kv_heads).contiguous()};
 }
 
-AttentionRules DecoderAttention::rules_of(const Weights& weights, const Shared& shared) const {
-  return {.window = layer_.window,
-          .documents = shared.documents,
-          .scale = config_->attention_scale,
-          .softcap = config_->attention_softcap,
-          .sinks = sinks_ < 0 ? Tensor() : at_position(weights, sinks_),
-          .ends = shared.ends,
-          .choice = shared.attention};
+AttentionRules DecoderAttention::rules_of(const Weights& weights, const Shared& shared, const Tensor& q) const {
+  AttentionRules rules{.window = layer_.window,
+                       .documents = in_chunks(shared.documents, q.size(0), q.size(1), layer_.chunk),
+                       .chunk = layer_.chunk,
+                       .scale = config_->attention_scale,
+                       .softcap = config_->attention_softcap,
+                       .sinks = sinks_ < 0 ? Tensor() : at_position(weights, sinks_),
+                       .choice = shared.attention};
+  if (rules.documents.size() == shared.documents.size()) rules.ends = shared.ends;
+  return rules;
 }
 
 Tensor DecoderAttention::normalise(const Weights& weights, const Norm& norm, const Tensor& x, Norm::Kept* kept) const {
@@ -103,7 +105,7 @@ Tensor DecoderAttention::forward(const Weights& weights, const Tensor& normed, c
   in.k = normalise(weights, k_norm_, in.k, nullptr);
   if (!rotates_first(*config_)) rotate(in.q, in.k, shared);
   in.q = scale_queries(in.q, shared);
-  const Tensor out = attention_of_row(stage_, in.q, in.k, in.v, rules_of(weights, shared), shared,
+  const Tensor out = attention_of_row(stage_, in.q, in.k, in.v, rules_of(weights, shared, in.q), shared,
                                       training ? config_->attention_dropout : 0.0);
   return o_(weights, out.reshape({normed.size(0), normed.size(1), -1}), dropout);
 }
@@ -137,7 +139,7 @@ void DecoderAttention::norm_and_rotate(const Weights& weights, const Shared& sha
 }
 
 void DecoderAttention::attend_to_queries(const Weights& weights, const Shared& shared, Kept& kept) const {
-  AttentionRules rules = rules_of(weights, shared);
+  AttentionRules rules = rules_of(weights, shared, kept.q);
   kept.by = kept_attention(kept.q, kept.k, rules, config_->attention_dropout);
   if (kept.by != nullptr) {
     if (rules.choice.ran != nullptr) rules.choice.ran->emplace(kept.by->name());
@@ -168,7 +170,7 @@ DecoderAttention::Kept DecoderAttention::restore(const Weights& weights, const S
   (k_norm_ ? kept.k_in : kept.k) = *next++;
   kept.v = *next++;
   if (q_norm_) norm_and_rotate(weights, shared, kept);
-  kept.by = kept_attention(kept.q, kept.k, rules_of(weights, shared), config_->attention_dropout);
+  kept.by = kept_attention(kept.q, kept.k, rules_of(weights, shared, kept.q), config_->attention_dropout);
   if (kept.by != nullptr) {
     kept.attended = *next++;
     kept.lse = *next++;
@@ -186,7 +188,7 @@ Tensor DecoderAttention::backward(const Weights& weights, const Gradients& sums,
   Tensor d_out = o_.input_gradient(weights, d_y, in_o).view(kept.attended.sizes());
   AttentionGradient d;
   if (kept.by != nullptr) {
-    d = kept.by->backward(d_out, kept.q, kept.k, kept.v, {kept.attended, kept.lse}, rules_of(weights, shared));
+    d = kept.by->backward(d_out, kept.q, kept.k, kept.v, {kept.attended, kept.lse}, rules_of(weights, shared, kept.q));
   } else {
     torch::autograd::variable_list leaves{kept.q, kept.k, kept.v};
     if (kept.sinks.defined()) leaves.push_back(kept.sinks);

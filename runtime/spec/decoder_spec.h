@@ -48,8 +48,13 @@ struct RopeSpec {
 // Where a layer differs from its neighbours.
 struct LayerSpec {
   std::int64_t window = 0;  // keys that a query sees, itself among them; 0: all before it
-  int rope = 0;             // of ModelConfig::ropes; -1: none
-  bool experts = false;     // its MLP is a mixture of experts
+  // Sequences are cut at multiples of it, and a query sees the keys of its part alone; 0: they are not. Not beside a
+  // window.
+  std::int64_t chunk = 0;
+  int rope = 0;          // of ModelConfig::ropes; -1: none
+  bool experts = false;  // its MLP is a mixture of experts
+  // The most keys that a query sees; 0: all before it.
+  std::int64_t reach() const { return window > 0 ? window : chunk; }
 };
 
 // If sharpness > 0, the MLP of gpt-oss: (clamp(up, -limit, limit) + 1) g sigmoid(sharpness g) with g = min(gate,
