@@ -11,7 +11,7 @@ namespace {
 
 // Whether rotary positions come before the norms of q and k.
 bool rotates_first(const ModelConfig& c) {
-  return c.qk_norm == QkNorm::head_rotated;
+  return c.qk_norm == QkNorm::head_rotated || c.qk_norm == QkNorm::rotated_unweighted;
 }
 
 }  // namespace
@@ -25,7 +25,9 @@ DecoderAttention::DecoderAttention(const ModelSpec& spec, int stage)
   const DecoderNames& names = c.names;
   in_ = Norm(c.norm, c.norm_eps, index, names.attention_norm);
   out_ = Norm(c.norm, c.norm_eps, index, names.attention_out_norm);
-  if (c.qk_norm != QkNorm::none) {
+  if (c.qk_norm == QkNorm::rotated_unweighted) {
+    if (layer_.rope >= 0) q_norm_ = k_norm_ = Norm::unweighted(c.norm_eps);
+  } else if (c.qk_norm != QkNorm::none) {
     q_norm_ = Norm(c.norm, c.norm_eps, index, names.q_norm);
     k_norm_ = Norm(c.norm, c.norm_eps, index, names.k_norm);
   }
@@ -90,10 +92,12 @@ void DecoderAttention::rotate(Tensor& q, Tensor& k, const Shared& shared, double
 }
 
 Tensor DecoderAttention::scale_queries(const Tensor& q, const Shared& shared) const {
-  if (config_->query_scaling <= 0) return q;
-  const Tensor table = shared.tables.back().to(q.scalar_type());
+  const QueryScaling& scaling = config_->query_scaling;
+  if (scaling.strength <= 0 || (scaling.without_rope && layer_.rope >= 0)) return q;
+  const Tensor& factors = shared.tables.back();
+  const Tensor table = scaling.rounded ? factors.to(q.scalar_type()) : factors;
   const Tensor scale = shared.positions.defined() ? table.index({shared.positions}) : table;
-  return q * scale.unsqueeze(-1).unsqueeze(-1);
+  return (q * scale.unsqueeze(-1).unsqueeze(-1)).to(q.scalar_type());
 }
 
 Tensor DecoderAttention::forward(const Weights& weights, const Tensor& normed, const Shared& shared,

@@ -115,7 +115,7 @@ void read_glm4_moe(const JsonFields& fields, ModelConfig& c) {
   if (fields.boolean_or("use_qk_norm", false)) c.qk_norm = QkNorm::head;
   read_experts(fields, c, {.count = 128, .per_token = 8, .width = 1408});
   ExpertsSpec& e = c.experts;
-  e.sigmoid = e.corrected = true;
+  e.sigmoid = e.wide = e.corrected = true;
   e.balance = 0;  // output_router_logits adds no loss in its class
   e.rounded = false;
   e.normalised = fields.boolean_or("norm_topk_prob", true);
@@ -146,7 +146,7 @@ void read_gpt_oss(const JsonFields& fields, ModelConfig& c) {
   read_experts(fields, c, {.count = 128, .per_token = 4});
   ExpertsSpec& e = c.experts;
   e.normalised = true;  // a softmax over the chosen logits alone
-  e.biases = e.transposed = true;
+  e.biases = e.transposed = e.by_turns = true;
   e.clamped = {.sharpness = fields.number_or("swiglu_alpha", 1.702, 1e-6, 1e6),
                .limit = fields.number_or("swiglu_limit", 7.0, 1e-6, 1e6)};
   c.names.router = "mlp.router";
