@@ -327,8 +327,10 @@ std::vector<std::string> checkpoint_aliases(std::string_view name) {
     aliases.push_back("model.language_model." + std::string(name.substr(6)));
     aliases.push_back("language_model." + std::string(name));
   }
-  if (constexpr std::string_view adapted = "base_model.model.model."; name.starts_with(adapted))
-    aliases.push_back(std::string(adapted) + "language_model." + std::string(name.substr(adapted.size())));
+  for (const std::string_view adapted :
+       {std::string_view("base_model.model.model."), std::string_view("base_model.model.")})
+    if (name.starts_with(adapted))
+      aliases.push_back(std::string(adapted) + "language_model." + std::string(name.substr(adapted.size())));
   if (name == "lm_head.weight") aliases.emplace_back("language_model.lm_head.weight");
   // GPT-NeoX's head has one name in most folders and another in models of transformers 5.
   if (name == "embed_out.weight") aliases.emplace_back("lm_head.weight");

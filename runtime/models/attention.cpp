@@ -99,6 +99,20 @@ double AttentionRules::scale_of(std::int64_t head_dim) const {
   return scale > 0 ? scale : 1.0 / std::sqrt(static_cast<double>(head_dim));
 }
 
+std::vector<Document> in_chunks(const std::vector<Document>& documents, std::int64_t rows, std::int64_t length,
+                                std::int64_t chunk) {
+  if (chunk <= 0) return documents;
+  std::vector<Document> whole = documents;
+  if (documents.empty())
+    for (std::int64_t row = 0; row < rows; ++row) whole.push_back({.row = row, .length = length});
+  if (std::ranges::all_of(whole, [&](const Document& each) { return each.length <= chunk; })) return documents;
+  std::vector<Document> parts;
+  for (const Document& each : whole)
+    for (std::int64_t first = 0; first < each.length; first += chunk)
+      parts.push_back({.row = each.row, .begin = each.begin + first, .length = std::min(chunk, each.length - first)});
+  return parts;
+}
+
 bool attention_in_blocks_supported() {
   static const bool supported = [] {
 #if defined(__x86_64__)

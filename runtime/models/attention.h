@@ -23,10 +23,12 @@ struct AttentionChoice {
 
 // A query sees the keys of its own document up to itself.
 struct AttentionRules {
-  std::int64_t window = 0;               // > 0: at most that many of them, the last ones
-  std::vector<Document> documents = {};  // as MicroBatch::documents() gives them; none: each row is one
-  double scale = 0;                      // of scores; 0: head_dim^-0.5
-  double softcap = 0;                    // > 0: scores become softcap * tanh(score / softcap)
+  std::int64_t window = 0;  // > 0: at most that many of them, the last ones
+  // As MicroBatch::documents() gives them, or cut (in_chunks()); none: each row is one.
+  std::vector<Document> documents = {};
+  std::int64_t chunk = 0;  // > 0: of sequences in a cache, which has no documents: as LayerSpec has it
+  double scale = 0;        // of scores; 0: head_dim^-0.5
+  double softcap = 0;      // > 0: scores become softcap * tanh(score / softcap)
   // [heads], where defined: a logit of each head that the softmax counts beside the scores, of a value of zero (Xiao et
   // al., attention sinks, as gpt-oss learns them). Not together with a softcap.
   at::Tensor sinks = {};
@@ -36,6 +38,11 @@ struct AttentionRules {
   // Of scores of heads of this size.
   double scale_of(std::int64_t head_dim) const;
 };
+
+// The documents of rows [rows, length], none where each row is one, cut at multiples of `chunk` of their own tokens.
+// The same documents where none is longer, or chunk is 0.
+std::vector<Document> in_chunks(const std::vector<Document>& documents, std::int64_t rows, std::int64_t length,
+                                std::int64_t chunk);
 
 // [batch, sequence, heads, head_dim]; differentiable where autograd is on, towards the sinks too. On the CPU in bf16
 // without dropout this is attention in blocks (below) where the machine multiplies bf16; otherwise what

@@ -111,10 +111,10 @@ class DecoderModel final : public CausalModel {
       const auto [cos, sin] = rope_tables(rope, config().head_dim, length, context, device);
       shared.tables.insert(shared.tables.end(), {cos, sin});
     }
-    if (config().query_scaling > 0) {
-      const auto original = static_cast<double>(config().ropes.at(0).original_max_positions);
-      const Tensor turns = at::floor(at::arange(length, at::kFloat) / original);
-      shared.tables.push_back(upload({1 + config().query_scaling * at::log1p(turns)}, device).front());
+    if (const QueryScaling& scaling = config().query_scaling; scaling.strength > 0) {
+      const Tensor position = at::arange(scaling.offset, scaling.offset + length, at::kFloat);
+      const Tensor turns = at::floor(position / static_cast<double>(scaling.period));
+      shared.tables.push_back(upload({1 + scaling.strength * at::log1p(turns)}, device).front());
     }
     return shared;
   }

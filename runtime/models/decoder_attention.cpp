@@ -11,7 +11,7 @@ namespace {
 
 // Whether rotary positions come before the norms of q and k.
 bool rotates_first(const ModelConfig& c) {
-  return c.qk_norm == QkNorm::head_rotated;
+  return c.qk_norm == QkNorm::head_rotated || c.qk_norm == QkNorm::rotated_unweighted;
 }
 
 }  // namespace
@@ -25,7 +25,9 @@ DecoderAttention::DecoderAttention(const ModelSpec& spec, int stage)
   const DecoderNames& names = c.names;
   in_ = Norm(c.norm, c.norm_eps, index, names.attention_norm);
   out_ = Norm(c.norm, c.norm_eps, index, names.attention_out_norm);
-  if (c.qk_norm != QkNorm::none) {
+  if (c.qk_norm == QkNorm::rotated_unweighted) {
+    if (layer_.rope >= 0) q_norm_ = k_norm_ = Norm::unweighted(c.norm_eps);
+  } else if (c.qk_norm != QkNorm::none) {
     q_norm_ = Norm(c.norm, c.norm_eps, index, names.q_norm);
     k_norm_ = Norm(c.norm, c.norm_eps, index, names.k_norm);
   }
@@ -59,14 +61,16 @@ DecoderAttention::Projected DecoderAttention::project_in(const Weights& weights,
           .v = all.narrow(2, heads + kv_heads, kv_heads).contiguous()};
 }
 
-AttentionRules DecoderAttention::rules_of(const Weights& weights, const Shared& shared) const {
-  return {.window = layer_.window,
-          .documents = shared.documents,
-          .scale = config_->attention_scale,
-          .softcap = config_->attention_softcap,
-          .sinks = sinks_ < 0 ? Tensor() : at_position(weights, sinks_),
-          .ends = shared.ends,
-          .choice = shared.attention};
+AttentionRules DecoderAttention::rules_of(const Weights& weights, const Shared& shared, const Tensor& q) const {
+  AttentionRules rules{.window = layer_.window,
+                       .documents = in_chunks(shared.documents, q.size(0), q.size(1), layer_.chunk),
+                       .chunk = layer_.chunk,
+                       .scale = config_->attention_scale,
+                       .softcap = config_->attention_softcap,
+                       .sinks = sinks_ < 0 ? Tensor() : at_position(weights, sinks_),
+                       .choice = shared.attention};
+  if (rules.documents.size() == shared.documents.size()) rules.ends = shared.ends;
+  return rules;
 }
 
 Tensor DecoderAttention::normalise(const Weights& weights, const Norm& norm, const Tensor& x, Norm::Kept* kept) const {
@@ -88,10 +92,12 @@ void DecoderAttention::rotate(Tensor& q, Tensor& k, const Shared& shared, double
 }
 
 Tensor DecoderAttention::scale_queries(const Tensor& q, const Shared& shared) const {
-  if (config_->query_scaling <= 0) return q;
-  const Tensor table = shared.tables.back().to(q.scalar_type());
+  const QueryScaling& scaling = config_->query_scaling;
+  if (scaling.strength <= 0 || (scaling.without_rope && layer_.rope >= 0)) return q;
+  const Tensor& factors = shared.tables.back();
+  const Tensor table = scaling.rounded ? factors.to(q.scalar_type()) : factors;
   const Tensor scale = shared.positions.defined() ? table.index({shared.positions}) : table;
-  return q * scale.unsqueeze(-1).unsqueeze(-1);
+  return (q * scale.unsqueeze(-1).unsqueeze(-1)).to(q.scalar_type());
 }
 
 Tensor DecoderAttention::forward(const Weights& weights, const Tensor& normed, const Shared& shared,
@@ -103,7 +109,7 @@ Tensor DecoderAttention::forward(const Weights& weights, const Tensor& normed, c
   in.k = normalise(weights, k_norm_, in.k, nullptr);
   if (!rotates_first(*config_)) rotate(in.q, in.k, shared);
   in.q = scale_queries(in.q, shared);
-  const Tensor out = attention_of_row(stage_, in.q, in.k, in.v, rules_of(weights, shared), shared,
+  const Tensor out = attention_of_row(stage_, in.q, in.k, in.v, rules_of(weights, shared, in.q), shared,
                                       training ? config_->attention_dropout : 0.0);
   return o_(weights, out.reshape({normed.size(0), normed.size(1), -1}), dropout);
 }
@@ -137,7 +143,7 @@ void DecoderAttention::norm_and_rotate(const Weights& weights, const Shared& sha
 }
 
 void DecoderAttention::attend_to_queries(const Weights& weights, const Shared& shared, Kept& kept) const {
-  AttentionRules rules = rules_of(weights, shared);
+  AttentionRules rules = rules_of(weights, shared, kept.q);
   kept.by = kept_attention(kept.q, kept.k, rules, config_->attention_dropout);
   if (kept.by != nullptr) {
     if (rules.choice.ran != nullptr) rules.choice.ran->emplace(kept.by->name());
@@ -168,7 +174,7 @@ DecoderAttention::Kept DecoderAttention::restore(const Weights& weights, const S
   (k_norm_ ? kept.k_in : kept.k) = *next++;
   kept.v = *next++;
   if (q_norm_) norm_and_rotate(weights, shared, kept);
-  kept.by = kept_attention(kept.q, kept.k, rules_of(weights, shared), config_->attention_dropout);
+  kept.by = kept_attention(kept.q, kept.k, rules_of(weights, shared, kept.q), config_->attention_dropout);
   if (kept.by != nullptr) {
     kept.attended = *next++;
     kept.lse = *next++;
@@ -186,7 +192,7 @@ Tensor DecoderAttention::backward(const Weights& weights, const Gradients& sums,
   Tensor d_out = o_.input_gradient(weights, d_y, in_o).view(kept.attended.sizes());
   AttentionGradient d;
   if (kept.by != nullptr) {
-    d = kept.by->backward(d_out, kept.q, kept.k, kept.v, {kept.attended, kept.lse}, rules_of(weights, shared));
+    d = kept.by->backward(d_out, kept.q, kept.k, kept.v, {kept.attended, kept.lse}, rules_of(weights, shared, kept.q));
   } else {
     torch::autograd::variable_list leaves{kept.q, kept.k, kept.v};
     if (kept.sinks.defined()) leaves.push_back(kept.sinks);

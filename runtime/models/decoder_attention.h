@@ -46,7 +46,7 @@ class DecoderAttention {
     at::Tensor q, k, v;  // [.., heads, head_dim]
   };
   Projected project_in(const Weights& weights, const at::Tensor& x, const at::Tensor& like, double dropout) const;
-  AttentionRules rules_of(const Weights& weights, const Shared& shared) const;
+  AttentionRules rules_of(const Weights& weights, const Shared& shared, const at::Tensor& q) const;
   at::Tensor normalise(const Weights& weights, const Norm& norm, const at::Tensor& x, Norm::Kept* kept) const;
   at::Tensor normalise_backward(const Weights& weights, const Gradients& sums, const Norm& norm, const at::Tensor& d,
                                 const at::Tensor& x, const Norm::Kept& kept) const;

@@ -22,7 +22,7 @@ ModelSpec one_layer(const ModelConfig& config, std::int64_t layer) {
   const auto refuse = [&](const std::string& why) { throw Exception(io::ErrorKind::usage, why); };
   if (layer < 0 || layer >= c.layers) refuse("the config has no layer " + std::to_string(layer));
   if (c.layer(layer).experts) refuse("its MLP is a mixture of experts");
-  if (c.query_scaling > 0) refuse("its queries are scaled by their position");
+  if (c.query_scaling.strength > 0) refuse("its queries are scaled by their position");
   LayerSpec own = c.layer(layer);
   if (own.rope >= 0) c.ropes = {c.ropes.at(static_cast<std::size_t>(std::exchange(own.rope, 0)))};
   c.layer_specs = {own};

@@ -73,7 +73,7 @@ ExpertMlp::Kept ExpertMlp::expand(const Weights& weights, const Tensor& normed, 
   balance_routing(kept.routing, watch.balance);
   kept.assignment = assign(spec_, kept.routing.chosen);
   tell(kept.assignment, block_, watch.touched);
-  kept.experts = experts_.expand(weights, normed, kept.assignment, 0, spec_.count);
+  kept.experts = experts_.expand(weights, normed, kept.routing, kept.assignment, 0, spec_.count);
   if (shared_) kept.shared = shared_.expand(weights, normed, dropout);
   return kept;
 }

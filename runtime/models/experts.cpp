@@ -21,9 +21,9 @@ std::int64_t tokens_of(const Assignment& assignment, std::int64_t begin, std::in
   return assignment.begin[static_cast<std::size_t>(end)] - assignment.begin[static_cast<std::size_t>(begin)];
 }
 
-// Columns of gate (0) or up (1) where they come by turns.
-Tensor by_turns(const Tensor& both, std::int64_t which) {
-  return both.slice(1, which, std::nullopt, 2);
+// Of each token of an expert its weight, [tokens, 1].
+Tensor weights_of_expert(const Routing& routing, const Assignment& assignment, std::int64_t expert) {
+  return routing.weights.flatten().index_select(0, of_expert(assignment.places, assignment, expert)).unsqueeze(1);
 }
 
 void reserve(const Tensor& like, std::int64_t rows, std::int64_t words, std::int64_t wide_words) {
@@ -106,6 +106,18 @@ Tensor Experts::half_of(const ExpertFactors& in, std::int64_t which) const {
   return in.b.defined() ? in.b.narrow(0, which * spec_.width, spec_.width) : in.b;
 }
 
+// Columns of gate (0) or up (1).
+Tensor Experts::part_of(const Tensor& both, std::int64_t which) const {
+  return spec_.by_turns ? both.slice(1, which, std::nullopt, 2) : both.narrow(1, which * spec_.width, spec_.width);
+}
+
+// What the expert takes of its tokens.
+Tensor Experts::taken(const Tensor& normed, const Routing& routing, const Assignment& assignment,
+                      std::int64_t expert) const {
+  const Tensor x = normed.index_select(0, of_expert(assignment.tokens, assignment, expert));
+  return spec_.weights_of_input ? (x * weights_of_expert(routing, assignment, expert)).to(x.scalar_type()) : x;
+}
+
 Tensor Experts::between(const Tensor& gate, const Tensor& up) const {
   return spec_.clamped.sharpness > 0 ? gated(gate, up, spec_.clamped) : gated(gate, up, activation_);
 }
@@ -119,18 +131,18 @@ void Experts::add_gradient(const Gradients& sums, const Tensor& sum, const Tenso
     sums.add_product(sum, d, x);
 }
 
-Experts::Kept Experts::expand(const Weights& weights, const Tensor& normed, const Assignment& assignment,
-                              std::int64_t begin, std::int64_t end) const {
+Experts::Kept Experts::expand(const Weights& weights, const Tensor& normed, const Routing& routing,
+                              const Assignment& assignment, std::int64_t begin, std::int64_t end) const {
   if (at::GradMode::is_enabled()) {
     std::vector<Tensor> gates, ups;
     for (std::int64_t expert = begin; expert < end; ++expert) {
-      const Tensor x = normed.index_select(0, of_expert(assignment.tokens, assignment, expert));
+      const Tensor x = taken(normed, routing, assignment, expert);
       const Matrices matrices = of(weights, expert);
       const Tensor low = matrices.in.low(x);
       if (matrices.both.defined()) {
         const Tensor both = with_product(at::linear(x, matrices.both, matrices.both_bias), low, matrices.in.b);
-        gates.push_back(by_turns(both, 0));
-        ups.push_back(by_turns(both, 1));
+        gates.push_back(part_of(both, 0));
+        ups.push_back(part_of(both, 1));
         continue;
       }
       gates.push_back(with_product(at::linear(x, matrices.gate), low, half_of(matrices.in, 0)));
@@ -144,14 +156,14 @@ Experts::Kept Experts::expand(const Weights& weights, const Tensor& normed, cons
   for (std::int64_t expert = begin, row = 0; expert < end; row += assignment.count(expert++)) {
     const std::int64_t count = assignment.count(expert);
     if (count == 0) continue;
-    const Tensor x = normed.index_select(0, of_expert(assignment.tokens, assignment, expert));
+    const Tensor x = taken(normed, routing, assignment, expert);
     const Matrices matrices = of(weights, expert);
     const Tensor low = matrices.in.low(x);
     Tensor gate = kept.gate.narrow(0, row, count), up = kept.up.narrow(0, row, count);
     if (matrices.both.defined()) {
       const Tensor both = with_product(at::linear(x, matrices.both, matrices.both_bias), low, matrices.in.b);
-      gate.copy_(by_turns(both, 0));
-      up.copy_(by_turns(both, 1));
+      gate.copy_(part_of(both, 0));
+      up.copy_(part_of(both, 1));
       continue;
     }
     at::mm_out(gate, x, matrices.gate.t());
@@ -165,7 +177,6 @@ Experts::Kept Experts::expand(const Weights& weights, const Tensor& normed, cons
 
 void Experts::contract(const Weights& weights, const Kept& kept, const Routing& routing, const Assignment& assignment,
                        std::int64_t begin, std::int64_t end, const Tensor& sum) const {
-  const Tensor flat = routing.weights.flatten();
   for (std::int64_t expert = begin, row = 0; expert < end; row += assignment.count(expert++)) {
     const std::int64_t count = assignment.count(expert);
     if (count == 0) continue;
@@ -174,8 +185,8 @@ void Experts::contract(const Weights& weights, const Kept& kept, const Routing& 
     const Tensor result = with_product(at::linear(inner, matrices.down, matrices.down_bias),
                                        matrices.of_down.low(inner), matrices.of_down.b)
                               .to(sum.scalar_type());
-    const Tensor weight = flat.index_select(0, of_expert(assignment.places, assignment, expert));
-    sum.index_add_(0, of_expert(assignment.tokens, assignment, expert), result * weight.unsqueeze(1));
+    sum.index_add_(0, of_expert(assignment.tokens, assignment, expert),
+                   spec_.weights_of_input ? result : result * weights_of_expert(routing, assignment, expert));
   }
 }
 
@@ -185,15 +196,17 @@ Tensor Experts::low_gradient(const ExpertFactors& in, const Tensor& d_gate, cons
   return at::mm(d_gate, half_of(in, 0)).addmm_(d_up, half_of(in, 1)).mul_(in.scale);
 }
 
-// The gradient of what the expert took, tokens of normed; adds those of the matrices that took it.
-Tensor Experts::backward_in(const Gradients& sums, const Matrices& matrices, const Matrices& gradients,
-                            const Tensor& normed, const Tensor& tokens, const Tensor& d_gate,
-                            const Tensor& d_up) const {
-  const Tensor d_both = matrices.both.defined() ? at::stack({d_gate, d_up}, 2).flatten(1) : Tensor();
+// The gradient of what the expert took, which `taken` gives; adds those of the matrices that took it.
+template <class Taken>
+Tensor Experts::backward_in(const Gradients& sums, const Matrices& matrices, const Matrices& gradients, Taken taken,
+                            const Tensor& d_gate, const Tensor& d_up) const {
+  Tensor d_both;
+  if (matrices.both.defined())
+    d_both = spec_.by_turns ? at::stack({d_gate, d_up}, 2).flatten(1) : at::cat({d_gate, d_up}, 1);
   const ExpertFactors& factors = matrices.in;
   const Tensor d_low = d_both.defined() ? factors.low_gradient(d_both) : low_gradient(factors, d_gate, d_up);
   if (gradients.gate.defined() || gradients.up.defined() || gradients.both.defined() || factors) {
-    const Tensor x = normed.index_select(0, tokens);
+    const Tensor x = taken();
     add_gradient(sums, gradients.gate, d_gate, x);
     add_gradient(sums, gradients.up, d_up, x);
     add_gradient(sums, gradients.both, d_both, x);
@@ -218,41 +231,48 @@ Tensor Experts::backward_in(const Gradients& sums, const Matrices& matrices, con
 void Experts::backward(const Weights& weights, const Gradients& sums, const Tensor& normed, Kept kept,
                        const Routing& routing, const Assignment& assignment, std::int64_t begin, std::int64_t end,
                        const Tensor& d_out, const Tensor& d_normed, const Tensor& d_weights) const {
-  const Tensor flat = routing.weights.flatten(), d_flat = d_weights.flatten();
+  const Tensor d_flat = d_weights.flatten();
   for (std::int64_t expert = begin, row = 0; expert < end; row += assignment.count(expert++)) {
     const std::int64_t count = assignment.count(expert);
     if (count == 0) continue;
     const Tensor tokens = of_expert(assignment.tokens, assignment, expert);
     const Tensor places = of_expert(assignment.places, assignment, expert);
-    const Tensor weight = flat.index_select(0, places).unsqueeze(1);
+    const Tensor weight = weights_of_expert(routing, assignment, expert);
+    const auto weighted = [&](const Tensor& result) { return spec_.weights_of_input ? result : result * weight; };
     const Matrices matrices = of(weights, expert), gradients = of(sums.tensors(), expert);
     const Tensor d = d_out.index_select(0, tokens);
     Tensor unweighted = at::mm(d, matrices.down);
     const Tensor d_low = matrices.of_down.low_gradient(d);
     if (d_low.defined()) unweighted.addmm_(d_low, matrices.of_down.a);
-    Tensor inner = (unweighted * weight).to(normed.scalar_type());
+    Tensor inner = weighted(unweighted).to(normed.scalar_type());
     Tensor gate = kept.gate.narrow(0, row, count), up = kept.up.narrow(0, row, count);
     // Now gradients, and what down took.
     if (spec_.clamped.sharpness > 0)
       gated_backward(gate, up, inner, spec_.clamped);
     else
       gated_backward(gate, up, inner, activation_);
-    Tensor d_weight = (unweighted.to(weight.scalar_type()) * inner).sum(1);
-    if (matrices.down_bias.defined()) {
-      d_weight.add_((d.to(weight.scalar_type()) * matrices.down_bias).sum(1));
-      if (gradients.down_bias.defined()) add_rows(gradients.down_bias, d * weight);
+    if (!spec_.weights_of_input) {
+      Tensor d_weight = (unweighted.to(weight.scalar_type()) * inner).sum(1);
+      if (matrices.down_bias.defined()) d_weight.add_((d.to(weight.scalar_type()) * matrices.down_bias).sum(1));
+      d_flat.index_add_(0, places, d_weight);
     }
-    d_flat.index_add_(0, places, d_weight);
+    if (gradients.down_bias.defined()) add_rows(gradients.down_bias, weighted(d));
     if (gradients.down.defined() || d_low.defined()) {
-      const Tensor weighted = (inner * weight).to(normed.scalar_type());
-      add_gradient(sums, gradients.down, d, weighted);
+      const Tensor for_sums = weighted(inner).to(normed.scalar_type());
+      add_gradient(sums, gradients.down, d, for_sums);
       if (d_low.defined()) {
-        sums.add_product(gradients.of_down.a, d_low, weighted);
-        sums.add_product(gradients.of_down.b, d, matrices.of_down.low(weighted));
+        sums.add_product(gradients.of_down.a, d_low, for_sums);
+        sums.add_product(gradients.of_down.b, d, matrices.of_down.low(for_sums));
       }
     }
-    const Tensor d_x = backward_in(sums, matrices, gradients, normed, tokens, gate, up);
-    d_normed.index_add_(0, tokens, d_x.to(d_normed.scalar_type()));
+    Tensor d_x = backward_in(
+                     sums, matrices, gradients, [&] { return taken(normed, routing, assignment, expert); }, gate, up)
+                     .to(d_normed.scalar_type());
+    if (spec_.weights_of_input) {
+      d_flat.index_add_(0, places, (d_x * normed.index_select(0, tokens)).sum(1));
+      d_x = d_x * weight;
+    }
+    d_normed.index_add_(0, tokens, d_x);
   }
 }
 
@@ -271,25 +291,26 @@ void Experts::add(const Weights& weights, const Tensor& normed, const Routing& r
 
 void Experts::add(const Weights& weights, const Tensor& normed, const Routing& routing, const Assignment& assignment,
                   std::int64_t begin, std::int64_t end, const Tensor& sum) const {
-  const std::int64_t clamped = spec_.clamped.sharpness > 0 ? 1 : 0;
+  const std::int64_t clamped = spec_.clamped.sharpness > 0 ? 1 : 0, joined = spec_.transposed ? 2 : 0;
   reserve(normed, normed.size(0),
-          2 * normed.size(1) + (3 + 3 * clamped) * spec_.width + adapter_words(weights, normed.size(1)),
+          2 * normed.size(1) + (3 + joined + clamped) * spec_.width + adapter_words(weights, normed.size(1)),
           2 * normed.size(1));
   for (std::int64_t expert = begin; expert < end; ++expert)
-    contract(weights, expand(weights, normed, assignment, expert, expert + 1), routing, assignment, expert, expert + 1,
-             sum);
+    contract(weights, expand(weights, normed, routing, assignment, expert, expert + 1), routing, assignment, expert,
+             expert + 1, sum);
 }
 
 void Experts::add_backward(const Weights& weights, const Gradients& sums, const Tensor& normed, const Routing& routing,
                            const Assignment& assignment, const Tensor& d_out, const Tensor& d_normed,
                            const Tensor& d_weights) const {
-  const std::int64_t clamped = spec_.clamped.sharpness > 0 ? 1 : 0, biased = spec_.biases ? 1 : 0;
+  const std::int64_t clamped = spec_.clamped.sharpness > 0 ? 1 : 0, biased = spec_.biases ? 1 : 0,
+                     joined = spec_.transposed ? 2 : 0, of_input = spec_.weights_of_input ? 1 : 0;
   reserve(normed, normed.size(0),
-          3 * normed.size(1) + (7 + 2 * clamped) * spec_.width + adapter_words(weights, normed.size(1)),
-          (1 + 2 * biased) * normed.size(1) + (2 + 6 * clamped) * spec_.width);
+          (3 + of_input) * normed.size(1) + (7 + joined) * spec_.width + adapter_words(weights, normed.size(1)),
+          (1 + 2 * biased + of_input) * normed.size(1) + (2 + 6 * clamped) * spec_.width);
   for (std::int64_t expert = first_; expert < end(); ++expert)
-    backward(weights, sums, normed, expand(weights, normed, assignment, expert, expert + 1), routing, assignment,
-             expert, expert + 1, d_out, d_normed, d_weights);
+    backward(weights, sums, normed, expand(weights, normed, routing, assignment, expert, expert + 1), routing,
+             assignment, expert, expert + 1, d_out, d_normed, d_weights);
 }
 
 }  // namespace tierflow::models

@@ -28,9 +28,10 @@ class Experts {
   std::int64_t end() const { return first_ + count_; }
 
   // normed [tokens, hidden]. Differentiable where autograd is on.
-  Kept expand(const Weights& weights, const at::Tensor& normed, const Assignment& assignment, std::int64_t begin,
-              std::int64_t end) const;
-  // Adds weight * result of experts [begin, end) to `sum` [tokens, hidden], in the type of Routing::weights.
+  Kept expand(const Weights& weights, const at::Tensor& normed, const Routing& routing, const Assignment& assignment,
+              std::int64_t begin, std::int64_t end) const;
+  // Adds the results of experts [begin, end), each times its weight if that is not of the input, to `sum` [tokens,
+  // hidden], in the type of Routing::weights.
   void contract(const Weights& weights, const Kept& kept, const Routing& routing, const Assignment& assignment,
                 std::int64_t begin, std::int64_t end, const at::Tensor& sum) const;
   // By hand, for d_out [tokens, hidden]: adds the gradients of normed [tokens, hidden] and of Routing::weights, both in
@@ -53,7 +54,7 @@ class Experts {
   // The matrices of one expert. Those that it does not have, and gradients that nobody wants, are undefined.
   struct Matrices {
     at::Tensor gate, up;         // [width, hidden], or
-    at::Tensor both, both_bias;  // [2 width, hidden], [2 width]: rows of gate and up by turns
+    at::Tensor both, both_bias;  // [2 width, hidden], [2 width]: rows of gate and up
     at::Tensor down, down_bias;  // [hidden, width], [hidden]
     ExpertFactors in, of_down;   // of the adapters; rows of in.b are those of gate, then those of up, or those of both
   };
@@ -63,11 +64,14 @@ class Experts {
   at::Tensor half_of(const ExpertFactors& in, std::int64_t which) const;
   at::Tensor low_gradient(const ExpertFactors& in, const at::Tensor& d_gate, const at::Tensor& d_up) const;
   std::int64_t adapter_words(const Weights& weights, std::int64_t hidden) const;
+  at::Tensor part_of(const at::Tensor& both, std::int64_t which) const;
+  at::Tensor taken(const at::Tensor& normed, const Routing& routing, const Assignment& assignment,
+                   std::int64_t expert) const;
   at::Tensor between(const at::Tensor& gate, const at::Tensor& up) const;
   void add_gradient(const Gradients& sums, const at::Tensor& sum, const at::Tensor& d, const at::Tensor& x) const;
-  at::Tensor backward_in(const Gradients& sums, const Matrices& matrices, const Matrices& gradients,
-                         const at::Tensor& normed, const at::Tensor& tokens, const at::Tensor& d_gate,
-                         const at::Tensor& d_up) const;
+  template <class Taken>
+  at::Tensor backward_in(const Gradients& sums, const Matrices& matrices, const Matrices& gradients, Taken taken,
+                         const at::Tensor& d_gate, const at::Tensor& d_up) const;
 
   Activation activation_ = Activation::silu;
   ExpertsSpec spec_;

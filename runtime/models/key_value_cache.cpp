@@ -107,7 +107,7 @@ KeyValueStore::Part part_of_tokens(std::int64_t first, std::int64_t end, std::in
 }
 
 // Attention of the last q.size(0) of k.size(0) tokens: q [queries, heads, head_dim], k, v [tokens, kv heads, head_dim],
-// the latter in the type that sums have.
+// the latter in the type that sums have. Where the rules have chunks, one begins with the first token.
 Tensor attention_of_last(const Tensor& q, const Tensor& k, const Tensor& v, const models::AttentionRules& rules) {
   const auto wide = k.scalar_type();
   const std::int64_t queries = q.size(0), heads = q.size(1), dim = q.size(2), tokens = k.size(0), kv_heads = k.size(1),
@@ -125,6 +125,7 @@ Tensor attention_of_last(const Tensor& q, const Tensor& k, const Tensor& v, cons
                query = at::arange(tokens - queries, tokens, q.options().dtype(at::kLong)).unsqueeze(1);
   Tensor hidden = key.gt(query);
   if (rules.window > 0) hidden = hidden.logical_or(key.le(query - rules.window));
+  if (rules.chunk > 0) hidden = hidden.logical_or(key.lt(query - query.remainder(rules.chunk)));
   scores.masked_fill_(hidden, -std::numeric_limits<double>::infinity());
   if (rules.sinks.defined()) {
     const Tensor sinks = rules.sinks.to(wide).view({kv_heads, groups, 1, 1}).expand({kv_heads, groups, queries, 1});
@@ -156,8 +157,8 @@ bool KeyValueCache::stores(int stage) const {
   return store_ != nullptr && store_->stores(stage);
 }
 
-std::int64_t KeyValueCache::slots_of(std::int64_t sequence, std::int64_t window) const {
-  return kept_tokens(capacities_.at(static_cast<std::size_t>(sequence)), window, longest_span_);
+std::int64_t KeyValueCache::slots_of(std::int64_t sequence, std::int64_t reach) const {
+  return kept_tokens(capacities_.at(static_cast<std::size_t>(sequence)), reach, longest_span_);
 }
 
 void KeyValueCache::expect(const std::vector<CachedRow>& rows) {
@@ -166,13 +167,13 @@ void KeyValueCache::expect(const std::vector<CachedRow>& rows) {
   std::vector<KeyValueStore::Visit> order;
   for (int stage = 0; stage < static_cast<int>(spec_.stages.size()); ++stage) {
     if (!stores(stage)) continue;
-    const std::int64_t window = config.layer(spec_.stages[static_cast<std::size_t>(stage)].block).window;
+    const std::int64_t reach = config.layer(spec_.stages[static_cast<std::size_t>(stage)].block).reach();
     for (const CachedRow& row : rows)
       for (const CachedSpan& span : row.spans)
         order.push_back(
             {.stage = stage,
              .sequence = span.sequence,
-             .part = part_of_tokens(0, span.before, slots_of(span.sequence, window), config.head_dim * kWordBytes)});
+             .part = part_of_tokens(0, span.before, slots_of(span.sequence, reach), config.head_dim * kWordBytes)});
   }
   store_->expect(std::move(order));
 }
@@ -216,12 +217,12 @@ void KeyValueCache::replace(std::int64_t sequence, std::int64_t capacity) {
 bool KeyValueCache::rewind(std::int64_t sequence, std::int64_t tokens) {
   std::vector<Layer>& layers = layers_.at(static_cast<std::size_t>(sequence));
   for (const Layer& layer : layers)
-    if (layer.window > 0 && std::max<std::int64_t>(0, tokens - layer.window) < layer.tokens - layer.slots) return false;
+    if (layer.reach > 0 && std::max<std::int64_t>(0, tokens - layer.reach) < layer.tokens - layer.slots) return false;
   for (Layer& layer : layers) layer.tokens = std::min(layer.tokens, tokens);
   return true;
 }
 
-KeyValueCache::Layer& KeyValueCache::layer_of(int stage, const CachedSpan& span, const Tensor& k, std::int64_t window) {
+KeyValueCache::Layer& KeyValueCache::layer_of(int stage, const CachedSpan& span, const Tensor& k, std::int64_t reach) {
   const std::int64_t capacity = capacities_.at(static_cast<std::size_t>(span.sequence)),
                      end = span.before + span.length;
   if (end > capacity)
@@ -232,8 +233,8 @@ KeyValueCache::Layer& KeyValueCache::layer_of(int stage, const CachedSpan& span,
   if (layer.tokens != span.before && layer.tokens != end)
     throw Exception(io::ErrorKind::internal, "a sequence goes on where it did not end");
   layer.tokens = end;
-  layer.window = window;
-  layer.slots = slots_of(span.sequence, window);
+  layer.reach = reach;
+  layer.slots = slots_of(span.sequence, reach);
   if (stores(stage)) {
     bring(layer, stage, span, k);
     return layer;
@@ -250,7 +251,6 @@ KeyValueCache::Layer& KeyValueCache::layer_of(int stage, const CachedSpan& span,
 Tensor KeyValueCache::attend(int stage, const Tensor& q, const Tensor& k, const Tensor& v,
                              const models::AttentionRules& rules, const std::vector<CachedSpan>& spans) {
   models::AttentionRules alone = rules;
-  alone.documents.clear();
   const Tensor out = at::empty(q.sizes(), q.options());
   std::vector<OneToken> ones;
   std::vector<std::pair<const Layer*, const CachedSpan*>> brought;  // from storage
@@ -263,7 +263,7 @@ Tensor KeyValueCache::attend(int stage, const Tensor& q, const Tensor& k, const 
   for (const CachedSpan& span : spans) {
     if (stores(stage) && brought.size() >= store_->most_taken()) finish();
     const auto part = [&](const Tensor& x) { return x.narrow(1, span.begin, span.length); };
-    Layer& layer = layer_of(stage, span, k, rules.window);
+    Layer& layer = layer_of(stage, span, k, rules.window > 0 ? rules.window : rules.chunk);
     if (stores(stage)) brought.emplace_back(&layer, &span);
     const std::int64_t slots = layer.slots, end = span.before + span.length;
     const auto keep_both = [&] {
@@ -272,7 +272,9 @@ Tensor KeyValueCache::attend(int stage, const Tensor& q, const Tensor& k, const 
     };
     if (has_kernel(q, span)) {
       keep_both();
-      const std::int64_t count = rules.window > 0 ? std::min(end, rules.window) : end;
+      const std::int64_t count = rules.window > 0  ? std::min(end, rules.window)
+                                 : rules.chunk > 0 ? (end - 1) % rules.chunk + 1
+                                                   : end;
       ones.push_back({.q = part(q)[0][0],
                       .out = part(out)[0][0],
                       .keys = layer.keys,
@@ -282,12 +284,15 @@ Tensor KeyValueCache::attend(int stage, const Tensor& q, const Tensor& k, const 
       continue;
     }
     if (span.before == 0) {
+      alone.documents = models::in_chunks({}, 1, span.length, rules.chunk);
       part(out).copy_(models::attention(part(q), part(k), part(v), alone, 0));
       keep_both();
       continue;
     }
     const auto wide = models::wide_type(q);
-    const std::int64_t begin = rules.window > 0 ? std::max<std::int64_t>(0, span.before - rules.window) : 0,
+    const std::int64_t begin = rules.window > 0  ? std::max<std::int64_t>(0, span.before - rules.window)
+                               : rules.chunk > 0 ? span.before - span.before % rules.chunk
+                                                 : 0,
                        behind = span.before - begin;
     const Tensor keys = seen(layer.keys, begin, span.before, part(k), wide),
                  values = seen(layer.values, begin, span.before, part(v), wide);
@@ -304,11 +309,8 @@ Tensor KeyValueCache::attend(int stage, const Tensor& q, const Tensor& k, const 
 
 Tensor models::attention_of_row(int stage, const Tensor& q, const Tensor& k, const Tensor& v,
                                 const AttentionRules& rules, const Shared& shared, double dropout) {
-  AttentionRules of_row = rules;
-  of_row.ends = shared.ends;
-  of_row.choice = shared.attention;
-  return shared.cache != nullptr ? shared.cache->attend(stage, q, k, v, of_row, shared.spans)
-                                 : attention(q, k, v, of_row, dropout);
+  return shared.cache != nullptr ? shared.cache->attend(stage, q, k, v, rules, shared.spans)
+                                 : attention(q, k, v, rules, dropout);
 }
 
 }  // namespace tierflow

@@ -13,8 +13,8 @@ class KeyValueStore;
 
 // In host memory, or of the layers that KeyValueStore::stores() names on storage, on any device; what a visit attends
 // to is copied to the device where that has memory of its own. Where they lie changes no bit. Of a layer with a window
-// only the last tokens of a sequence are there, in a ring: those that a further span sees, and as many as the longest
-// span has, so that a stage may be computed once more.
+// or chunks only the last tokens of a sequence are there, in a ring: as many as a query sees at most, and as the
+// longest span has, so that a stage may be computed once more.
 class KeyValueCache {
  public:
   static constexpr std::int64_t kAnySpan = std::int64_t{1} << 40;
@@ -29,7 +29,7 @@ class KeyValueCache {
   void replace(std::int64_t sequence, std::int64_t capacity);
 
   // Leaves of a sequence its first `tokens`, of those that came: the next span continues these. False, and nothing
-  // changes, where a layer with a window has let go of some that a further span sees.
+  // changes, where a layer with a window or chunks has let go of some that a further span may see.
   bool rewind(std::int64_t sequence, std::int64_t tokens);
 
   // Announces the rows of the next pass, all of this cache: what they need is read ahead from storage.
@@ -56,11 +56,11 @@ class KeyValueCache {
     at::Tensor keys, values;  // [kv heads, slots, head_dim]; token t is in slot t % slots
     std::int64_t slots = 0;
     std::int64_t tokens = 0;  // that came
-    std::int64_t window = 0;
+    std::int64_t reach = 0;   // as LayerSpec has it
   };
-  Layer& layer_of(int stage, const CachedSpan& span, const at::Tensor& k, std::int64_t window);
+  Layer& layer_of(int stage, const CachedSpan& span, const at::Tensor& k, std::int64_t reach);
   bool stores(int stage) const;
-  std::int64_t slots_of(std::int64_t sequence, std::int64_t window) const;
+  std::int64_t slots_of(std::int64_t sequence, std::int64_t reach) const;
   // From storage, with those of its tokens that are there.
   void bring(Layer& layer, int stage, const CachedSpan& span, const at::Tensor& k);
   void put_back(const Layer& layer, int stage, const CachedSpan& span) const;

@@ -21,6 +21,17 @@ Norm::Norm(NormKind kind, double eps, const TensorIndex& index, const std::strin
   if (has_bias(kind_)) bias_ = index.at(name + ".bias");
 }
 
+Norm Norm::unweighted(double eps) {
+  Norm norm;
+  norm.kind_ = NormKind::rms;
+  norm.eps_ = eps;
+  return norm;
+}
+
+at::Tensor Norm::weight_of(const Weights& weights, const at::Tensor& x) const {
+  return weight_ < 0 ? at::ones({x.size(-1)}, x.options()) : weights[static_cast<std::size_t>(weight_)];
+}
+
 namespace {
 
 at::Tensor wide(const at::Tensor& x) {
@@ -31,7 +42,7 @@ at::Tensor wide(const at::Tensor& x) {
 
 at::Tensor Norm::operator()(const Weights& weights, const at::Tensor& x, Kept* kept) const {
   if (kind_ == NormKind::none) return x;
-  const at::Tensor& stored = weights[static_cast<std::size_t>(weight_)];
+  const at::Tensor stored = weight_of(weights, x);
   if (!subtracts_mean(kind_)) return rms_norm(x, stored, eps_, kind_, kept != nullptr ? &kept->rstd : nullptr);
   const at::Tensor weight = kind_ == NormKind::layer_plus_one ? stored + 1 : stored;
   if (weight.dim() == 2) {
@@ -51,14 +62,13 @@ at::Tensor Norm::of_sum(const Weights& weights, const at::Tensor& x, at::Tensor&
     added = x + added;
     return (*this)(weights, added, kept);
   }
-  const at::Tensor& weight = weights[static_cast<std::size_t>(weight_)];
-  return rms_norm_of_sum(x, added, weight, eps_, kind_, kept != nullptr ? &kept->rstd : nullptr);
+  return rms_norm_of_sum(x, added, weight_of(weights, x), eps_, kind_, kept != nullptr ? &kept->rstd : nullptr);
 }
 
 at::Tensor Norm::backward(const Weights& weights, const Gradients& sums, const at::Tensor& d_out, const at::Tensor& x,
                           const Kept& kept, const at::Tensor& residual) const {
   if (kind_ == NormKind::none) return residual.defined() ? d_out + residual : d_out;
-  const at::Tensor stored = at_or_none(weights, weight_);
+  const at::Tensor stored = weight_of(weights, x).detach();
   if (!subtracts_mean(kind_))
     return rms_norm_backward(d_out, x, kept.rstd, stored, at_or_none(sums, weight_), kind_, residual);
   const at::Tensor weight = kind_ == NormKind::layer_plus_one ? stored + 1 : stored;

@@ -15,6 +15,8 @@ class Norm {
   // Tensors `name`.weight, and `name`.bias for a layer norm. With an empty name the norm changes nothing. A weight
   // [heads, size] of layer_no_bias is that of x [.., heads, size]: multiplied in fp32, the product is rounded once.
   Norm(NormKind kind, double eps, const TensorIndex& index, const std::string& name);
+  // Of kind rms, without a weight.
+  static Norm unweighted(double eps);
 
   explicit operator bool() const { return kind_ != NormKind::none; }
 
@@ -31,6 +33,8 @@ class Norm {
                       const Kept& kept, const at::Tensor& residual = {}) const;
 
  private:
+  at::Tensor weight_of(const Weights& weights, const at::Tensor& x) const;
+
   NormKind kind_ = NormKind::none;
   double eps_ = 0;
   int weight_ = -1, bias_ = -1;

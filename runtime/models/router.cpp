@@ -47,7 +47,8 @@ Routing route(const ExpertsSpec& spec, const at::Tensor& logits, const at::Tenso
   const at::Tensor found = finite_or_nan(logits.to(wide));
   Routing routing;
   routing.scores = spec.sigmoid ? at::sigmoid(found) : at::softmax(found, -1);
-  at::Tensor choice = routing.scores.detach();
+  // Sigmoids of large logits are equal.
+  at::Tensor choice = (spec.sigmoid && !spec.corrected ? found : routing.scores).detach();
   if (correction.defined()) choice = choice + correction;
   routing.chosen = descending(of_taken_groups(spec, choice)).narrow(1, 0, spec.per_token).contiguous();
   at::Tensor weights = routing.scores.gather(1, routing.chosen);
@@ -78,7 +79,7 @@ Router::Router(const ExpertsSpec& spec, const TensorIndex& index, const std::str
       correction_(spec.corrected ? index.at(name + ".e_score_correction_bias") : -1) {}
 
 at::Tensor Router::in_type(const at::Tensor& x) const {
-  return spec_.sigmoid && x.scalar_type() != at::kDouble ? x.to(at::kFloat) : x;
+  return spec_.wide && x.scalar_type() != at::kDouble ? x.to(at::kFloat) : x;
 }
 
 at::Tensor Router::logits(const Weights& weights, const at::Tensor& normed) const {

@@ -32,7 +32,7 @@ class Router {
   // Tensors `name`.weight and, where the spec says so, `name`.bias and `name`.e_score_correction_bias.
   Router(const ExpertsSpec& spec, const TensorIndex& index, const std::string& name);
 
-  // normed [tokens, hidden] -> [tokens, experts], fp32 where scores are sigmoids.
+  // normed [tokens, hidden] -> [tokens, experts], fp32 where the spec says so.
   at::Tensor logits(const Weights& weights, const at::Tensor& normed) const;
   Routing route(const Weights& weights, const at::Tensor& logits) const;
   // Returns the gradient of normed from the gradient of the logits. Adds the gradients of the router's weight and bias

@@ -47,8 +47,8 @@ double stage_operations(const ModelSpec& spec, int stage, std::int64_t micro_bat
   }
   double operations = tokens * (2 * products + static_cast<double>(c.hidden_size));
   if (of.kind == StageKind::block || of.kind == StageKind::attention) {
-    const std::int64_t window = c.layer(of.block).window;
-    const std::int64_t seen = window == 0 ? sequence_length : std::min(sequence_length, window);
+    const std::int64_t reach = c.layer(of.block).reach();
+    const std::int64_t seen = reach == 0 ? sequence_length : std::min(sequence_length, reach);
     operations += 2 * tokens * static_cast<double>(seen) * static_cast<double>(c.heads * c.head_dim);
   }
   return operations;

@@ -98,7 +98,9 @@ void add_products(const ModelSpec& spec, const StageSpec& of, double tokens, Sta
 
 // Keys that a query sees, on average.
 double keys_seen(const ModelSpec& spec, const StageSpec& of, double length) {
-  const auto window = static_cast<double>(spec.config.layer(of.block).window);
+  const LayerSpec layer = spec.config.layer(of.block);
+  const auto window = static_cast<double>(layer.window), chunk = static_cast<double>(layer.chunk);
+  if (chunk > 0) return std::min(length, chunk) / 2;
   const double seen = window == 0 ? length : std::min(length, window);
   return seen - seen * seen / (2 * length);
 }

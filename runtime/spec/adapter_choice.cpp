@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "runtime/base/exception.h"
+#include "runtime/spec/wrapped_config.h"
 
 namespace tierflow {
 namespace {
@@ -37,6 +38,7 @@ std::string exactly(const std::string& path) {
 
 std::vector<std::string> module_paths(const ModelSpec& spec, const std::string& module) {
   constexpr std::string_view text = "model.";
+  if (wraps_with_head(spec.wrapper)) return {module, fmt::format("language_model.{}", module)};
   if (spec.wrapper.empty() || !module.starts_with(text)) return {module};
   return {module, fmt::format("model.language_model.{}", module.substr(text.size()))};
 }

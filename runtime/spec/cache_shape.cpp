@@ -14,9 +14,9 @@ CacheShape CacheShape::of(const ModelSpec& spec, const std::vector<std::int64_t>
                    .of_slab = std::vector<std::uint64_t>(spec.stages.size())};
   for (std::size_t stage = 0; stage < spec.stages.size(); ++stage) {
     if (!has_keys_and_values(spec, static_cast<int>(stage))) continue;
-    const std::int64_t window = c.layer(spec.stages[stage].block).window;
+    const std::int64_t reach = c.layer(spec.stages[stage].block).reach();
     for (const std::int64_t capacity : capacities) {
-      const auto head = static_cast<std::uint64_t>(kept_tokens(capacity, window, longest_span) * c.head_dim * kWord);
+      const auto head = static_cast<std::uint64_t>(kept_tokens(capacity, reach, longest_span) * c.head_dim * kWord);
       shape.in_ram[stage] += shape.slabs * head;
       shape.of_slab[stage] =
           std::max(shape.of_slab[stage], (head + kSlabAlignment - 1) / kSlabAlignment * kSlabAlignment);

@@ -102,8 +102,9 @@ void read_ministral3(const JsonFields& fields, ModelConfig& c) {
   const Json* rope = fields.find("rope_parameters");
   if (rope == nullptr) fields.fail("rope_parameters", "is missing");
   const JsonFields parameters(*rope, fields.where() + ": rope_parameters");
-  c.query_scaling = parameters.number_or("llama_4_scaling_beta", 0.0, 0.0, 1e3);
-  if (c.query_scaling > 0 && c.ropes[0].original_max_positions == 0)
+  c.query_scaling = {.strength = parameters.number_or("llama_4_scaling_beta", 0.0, 0.0, 1e3),
+                     .period = c.ropes[0].original_max_positions};
+  if (c.query_scaling.strength > 0 && c.query_scaling.period == 0)
     parameters.fail("original_max_position_embeddings", "is missing");
   set_layers(c, std::vector<bool>(static_cast<std::size_t>(c.layers), true), window(fields));
 }
@@ -198,17 +199,8 @@ void read_smollm3(const JsonFields& fields, ModelConfig& c) {
   if (fields.boolean_or("use_sliding_window", false) && fields.find("layer_types") == nullptr)
     fields.fail("use_sliding_window", "needs layer_types");
   set_layers(c, sliding_layers(fields, c, 0), window(fields));
-  const Json* rotary = fields.find("no_rope_layers");  // 1: the layer has positions
-  if (rotary != nullptr && (!rotary->is_array() || static_cast<std::int64_t>(rotary->size()) != c.layers))
-    fields.fail("no_rope_layers", fmt::format("must list 0 or 1 for each of the {} layers", c.layers));
-  const std::int64_t period = fields.integer_or("no_rope_layer_interval", 4, 1, limits::layers);
-  for (std::int64_t i = 0; i < c.layers; ++i) {
-    const auto at = static_cast<std::size_t>(i);
-    if (rotary != nullptr && (*rotary)[at] != Json(0) && (*rotary)[at] != Json(1))
-      fields.fail("no_rope_layers", "may hold 0 and 1 only");
-    const bool turns = rotary != nullptr ? (*rotary)[at] == Json(1) : (i + 1) % period != 0;
-    c.layer_specs[at].rope = turns ? 0 : -1;
-  }
+  const std::vector<bool> turns = rotary_layers(fields, c);
+  for (std::size_t i = 0; i < turns.size(); ++i) c.layer_specs[i].rope = turns[i] ? 0 : -1;
 }
 
 void read_seed_oss(const JsonFields& fields, ModelConfig& c) {

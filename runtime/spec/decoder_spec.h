@@ -19,8 +19,9 @@ constexpr bool has_bias(NormKind kind) {
 }
 
 // Norms of q and k: none; of each head; of each head with weights of its own, [heads, head_dim]; of all heads together;
-// of each head after the rotary embedding, where the others come before it.
-enum class QkNorm : std::uint8_t { none, head, own, whole, head_rotated };
+// of each head after the rotary embedding, where the others come before it; the same without weights, in layers with a
+// rotary embedding.
+enum class QkNorm : std::uint8_t { none, head, own, whole, head_rotated, rotated_unweighted };
 
 // relu2: the square of relu.
 enum class Activation : std::uint8_t { silu, gelu, gelu_tanh, relu, relu2 };
@@ -45,11 +46,24 @@ struct RopeSpec {
   }
 };
 
+// q times 1 + strength log(1 + floor((position + offset) / period)); strength 0: not.
+struct QueryScaling {
+  double strength = 0;
+  std::int64_t period = 0, offset = 0;
+  bool rounded = true;        // the factors are rounded to the model's type
+  bool without_rope = false;  // in layers without a rotary embedding alone
+};
+
 // Where a layer differs from its neighbours.
 struct LayerSpec {
   std::int64_t window = 0;  // keys that a query sees, itself among them; 0: all before it
-  int rope = 0;             // of ModelConfig::ropes; -1: none
-  bool experts = false;     // its MLP is a mixture of experts
+  // Sequences are cut at multiples of it, and a query sees the keys of its part alone; 0: they are not. Not beside a
+  // window.
+  std::int64_t chunk = 0;
+  int rope = 0;          // of ModelConfig::ropes; -1: none
+  bool experts = false;  // its MLP is a mixture of experts
+  // The most keys that a query sees; 0: all before it.
+  std::int64_t reach() const { return window > 0 ? window : chunk; }
 };
 
 // If sharpness > 0, the MLP of gpt-oss: (clamp(up, -limit, limit) + 1) g sigmoid(sharpness g) with g = min(gate,
@@ -60,23 +74,26 @@ struct ClampedGate {
 
 // A mixture of experts: each token takes the `per_token` experts (MLPs) with the highest scores among the `count` of a
 // layer; if scores are equal, those that come first. y = shared(x) + sum of weight * expert(x), summed in fp32: first
-// the shared expert, then the others from the first to the last.
+// the shared expert, then the others from the first to the last. With weights_of_input the sum is that of
+// expert(weight * x).
 struct ExpertsSpec {
   std::int64_t count = 0, per_token = 0;
   std::int64_t width = 0;         // intermediate size of one expert
   std::int64_t shared_width = 0;  // intermediate size of the expert that every token takes; 0: there is none
   bool shared_gate = false;  // the shared expert's result is multiplied with the sigmoid of a linear layer of its own
   bool normalised = false;   // a token's weights, the scores of its experts, sum to 1
-  bool sigmoid = false;      // scores are sigmoids of fp32 products; else a softmax over all experts
+  bool sigmoid = false;      // scores are sigmoids; else a softmax over all experts
+  bool wide = false;         // the router's product is fp32
   bool corrected = false;    // to choose experts, a number that is not trained is added to each score
   // Neighbouring experts form `groups` groups. The `groups_taken` groups with the highest sums of their two best scores
   // are taken; no expert of another group is chosen.
   std::int64_t groups = 1, groups_taken = 1;
-  double scale = 1;         // of the weights
-  double balance = 0;       // times what the load-balancing loss adds to that of the tokens (models/router_balance.h)
-  bool rounded = true;      // weights are rounded to the model's type
-  bool biases = false;      // of the router's product and of those of the experts
-  bool transposed = false;  // how the experts' matrices are stacked (DecoderNames)
+  double scale = 1;     // of the weights
+  double balance = 0;   // times what the load-balancing loss adds to that of the tokens (models/router_balance.h)
+  bool rounded = true;  // weights are rounded to the model's type
+  bool biases = false;  // of the router's product and of those of the experts
+  bool weights_of_input = false;
+  bool transposed = false, by_turns = false;  // how the experts' matrices are stacked (DecoderNames)
   ClampedGate clamped;
 };
 
@@ -96,8 +113,8 @@ struct DecoderNames {
   std::string mlp_norm = "post_attention_layernorm", mlp_out_norm = {};
   // Of layers with experts. Expert e's matrices are expert.e.expert_gate and so on; where stacked_in is given, all of a
   // layer lie in two: stacked_in [experts, 2 width, hidden], rows of gate first, and stacked_down [experts, hidden,
-  // width]. Transposed they are [experts, hidden, 2 width], columns of gate and up by turns, and [experts, width,
-  // hidden]. Their biases, [experts, 2 width] and [experts, hidden], are called the same and _bias.
+  // width]. Transposed they are [experts, hidden, 2 width], columns of gate first, or of gate and up by turns, and
+  // [experts, width, hidden]. Their biases, [experts, 2 width] and [experts, hidden], are called the same and _bias.
   std::string router = "mlp.gate", expert = "mlp.experts", stacked_in = {}, stacked_down = {};
   std::string expert_gate = "gate_proj", expert_up = "up_proj", expert_down = "down_proj";
   std::string shared = "mlp.shared_expert", shared_gate = "mlp.shared_expert_gate";

@@ -65,7 +65,11 @@ void add_expert_adapters(ModelSpec& spec, const AdapterConfig& config, AdapterCh
       const std::string path = fmt::format("{}.{}", module, parameter.name);
       for (const std::string& each : module_paths(spec, path))
         std::erase_if(unused, [&](const std::string& name) { return name_fits(each, name); });
-      if (choice.wants_parameter(path)) wanted.push_back(parameter);
+      if (!choice.wants_parameter(path)) continue;
+      if (turns_experts_in_peft(c))
+        fail_usage(fmt::format("adapters on {} are not supported: PEFT takes these matrices of {} the other way round",
+                               path, c.architecture));
+      wanted.push_back(parameter);
     }
     for (std::size_t i = 0; i < wanted.size(); ++i) {
       const char* name = wanted[i].name;
@@ -108,6 +112,10 @@ bool is_taken_for_expert(const ModelConfig& config, const std::string& module) {
 bool is_rewritten_by_peft(const ModelConfig& config) {
   constexpr std::array kTypes{"mixtral", "qwen3_moe", "olmoe", "glm4_moe"};
   return std::ranges::find(kTypes, config.model_type) != kTypes.end();
+}
+
+bool turns_experts_in_peft(const ModelConfig& config) {
+  return config.model_type == "llama4_text";
 }
 
 bool has_layers_taken_for_experts(const ModelSpec& spec) {

@@ -6,6 +6,7 @@
 #include <array>
 
 #include "runtime/spec/config_limits.h"
+#include "runtime/spec/decoder_fields.h"
 #include "runtime/spec/families.h"
 #include "runtime/spec/rope_config.h"
 
@@ -42,18 +43,30 @@ void read_experts(const JsonFields& fields, ModelConfig& c, const Defaults& defa
   for (LayerSpec& layer : c.layer_specs) layer.experts = true;
 }
 
+// Experts in every step-th layer.
+void set_sparse_layers(const JsonFields& fields, ModelConfig& c, const char* step_field) {
+  const std::int64_t step = fields.integer_or(step_field, 1, 1, limits::layers);
+  for (std::int64_t i = 0; i < c.layers; ++i) c.layer_specs[static_cast<std::size_t>(i)].experts = (i + 1) % step == 0;
+}
+
+// The layers that a list names.
+std::vector<std::size_t> layers_of(const JsonFields& fields, const ModelConfig& c, const char* name) {
+  std::vector<std::size_t> layers;
+  const Json* list = fields.find(name);
+  if (list == nullptr) return layers;
+  if (!list->is_array()) fields.fail(name, "must be a list of layers");
+  for (const Json& layer : *list) {
+    if (!layer.is_number_integer() || layer < 0 || layer >= c.layers)
+      fields.fail(name, fmt::format("has an entry that is none of the layers 0 to {}", c.layers - 1));
+    layers.push_back(layer.get<std::size_t>());
+  }
+  return layers;
+}
+
 // Qwen's: every decoder_sparse_step-th layer, but those of mlp_only_layers.
 void read_sparse_layers(const JsonFields& fields, ModelConfig& c) {
-  const std::int64_t step = fields.integer_or("decoder_sparse_step", 1, 1, limits::layers);
-  for (std::int64_t i = 0; i < c.layers; ++i) c.layer_specs[static_cast<std::size_t>(i)].experts = (i + 1) % step == 0;
-  const Json* dense = fields.find("mlp_only_layers");
-  if (dense == nullptr) return;
-  if (!dense->is_array()) fields.fail("mlp_only_layers", "must be a list of layers");
-  for (const Json& layer : *dense) {
-    if (!layer.is_number_integer() || layer < 0 || layer >= c.layers)
-      fields.fail("mlp_only_layers", fmt::format("has an entry that is none of the layers 0 to {}", c.layers - 1));
-    c.layer_specs[layer.get<std::size_t>()].experts = false;
-  }
+  set_sparse_layers(fields, c, "decoder_sparse_step");
+  for (const std::size_t dense : layers_of(fields, c, "mlp_only_layers")) c.layer_specs[dense].experts = false;
 }
 
 void read_mixtral(const JsonFields& fields, ModelConfig& c) {
@@ -115,7 +128,7 @@ void read_glm4_moe(const JsonFields& fields, ModelConfig& c) {
   if (fields.boolean_or("use_qk_norm", false)) c.qk_norm = QkNorm::head;
   read_experts(fields, c, {.count = 128, .per_token = 8, .width = 1408});
   ExpertsSpec& e = c.experts;
-  e.sigmoid = e.corrected = true;
+  e.sigmoid = e.wide = e.corrected = true;
   e.balance = 0;  // output_router_logits adds no loss in its class
   e.rounded = false;
   e.normalised = fields.boolean_or("norm_topk_prob", true);
@@ -146,12 +159,57 @@ void read_gpt_oss(const JsonFields& fields, ModelConfig& c) {
   read_experts(fields, c, {.count = 128, .per_token = 4});
   ExpertsSpec& e = c.experts;
   e.normalised = true;  // a softmax over the chosen logits alone
-  e.biases = e.transposed = true;
+  e.biases = e.transposed = e.by_turns = true;
   e.clamped = {.sharpness = fields.number_or("swiglu_alpha", 1.702, 1e-6, 1e6),
                .limit = fields.number_or("swiglu_limit", 7.0, 1e-6, 1e6)};
   c.names.router = "mlp.router";
   c.names.stacked_in = "mlp.experts.gate_up_proj";
   c.names.stacked_down = "mlp.experts.down_proj";
+}
+
+// Layers with a rotary embedding attend in chunks, those without to all, unless layer_types says otherwise.
+void read_llama4_attention(const JsonFields& fields, ModelConfig& c) {
+  c.ropes = {read_rope(fields, c, 500000.0)};
+  c.ropes[0].interleaved = true;
+  c.ropes[0].rounded = false;
+  bias_of_attention(fields, c);
+  if (fields.boolean_or("use_qk_norm", true)) c.qk_norm = QkNorm::rotated_unweighted;
+  const Json* tuned = fields.find("attn_temperature_tuning");  // older versions of transformers wrote a number
+  const std::int64_t period = fields.integer_or("floor_scale", 8192, 1, limits::positions);
+  const double strength = fields.number_or("attn_scale", 0.1, 0.0, 1e3);
+  if (tuned != nullptr && tuned->is_number_integer() ? *tuned != 0 : fields.boolean_or("attn_temperature_tuning", true))
+    c.query_scaling = {.strength = strength, .period = period, .offset = 1, .rounded = false, .without_rope = true};
+  const std::vector<bool> turns = rotary_layers(fields, c);
+  const bool typed = fields.find("layer_types") != nullptr;
+  const std::vector<bool> chunked = typed ? sliding_layers(fields, c, 0, "chunked_attention") : turns;
+  if (fields.is_null("attention_chunk_size")) fields.fail("attention_chunk_size", "is null, and must be a number");
+  const std::int64_t chunk = fields.integer_or("attention_chunk_size", 8192, 1, limits::positions);
+  for (std::size_t i = 0; i < turns.size(); ++i)
+    c.layer_specs.push_back({.chunk = chunked[i] ? chunk : 0, .rope = turns[i] ? 0 : -1});
+}
+
+void read_llama4(const JsonFields& fields, ModelConfig& c) {
+  read_common(fields, c, {.head_dim = 128, .max_positions = 131072, .norm_eps = 1e-5, .heads = 40, .kv_heads = 8});
+  read_llama4_attention(fields, c);
+  read_experts(fields, c, {.count = 16, .per_token = 1});
+  set_sparse_layers(fields, c, "interleave_moe_layer_step");
+  if (fields.find("moe_layers") != nullptr) {
+    for (LayerSpec& layer : c.layer_specs) layer.experts = false;
+    for (const std::size_t sparse : layers_of(fields, c, "moe_layers")) c.layer_specs[sparse].experts = true;
+  }
+  ExpertsSpec& e = c.experts;
+  e.balance = 0;                         // output_router_logits adds no loss in its class
+  fields.know({"router_jitter_noise"});  // nothing in its class looks at it
+  e.shared_width = e.width;
+  c.intermediate_size = fields.integer_or("intermediate_size_mlp", 16384, 1, limits::intermediate);
+  e.sigmoid = e.weights_of_input = e.transposed = true;
+  c.names.gate = "feed_forward.gate_proj";
+  c.names.up = "feed_forward.up_proj";
+  c.names.down = "feed_forward.down_proj";
+  c.names.router = "feed_forward.router";
+  c.names.shared = "feed_forward.shared_expert";
+  c.names.stacked_in = "feed_forward.experts.gate_up_proj";
+  c.names.stacked_down = "feed_forward.experts.down_proj";
 }
 
 constexpr std::array rows = {
@@ -162,6 +220,7 @@ constexpr std::array rows = {
     FamilyRow{"GraniteMoeForCausalLM", "granitemoe", read_granite_moe},
     FamilyRow{"Glm4MoeForCausalLM", "glm4_moe", read_glm4_moe},
     FamilyRow{"GptOssForCausalLM", "gpt_oss", read_gpt_oss},
+    FamilyRow{"Llama4ForCausalLM", "llama4_text", read_llama4},
 };
 
 }  // namespace

@@ -7,7 +7,8 @@ namespace tierflow {
 std::string expert_module(const ModelConfig& config) {
   // Where a folder has linear layers of all experts (GraniteMoe), transformers has the module beside them.
   const std::string& stacked = config.names.stacked_in;
-  return stacked.ends_with(".weight") ? stacked.substr(0, stacked.find('.')) + ".experts" : "mlp.experts";
+  if (stacked.ends_with(".weight")) return stacked.substr(0, stacked.find('.')) + ".experts";
+  return stacked.empty() ? "mlp.experts" : stacked.substr(0, stacked.rfind('.'));
 }
 
 std::optional<ExpertPart> expert_part(const ModelConfig& config, const TensorSpec& tensor) {

@@ -53,8 +53,8 @@ std::int64_t capacity_of(const Tokens& prompt, std::int64_t new_tokens) {
   return static_cast<std::int64_t>(prompt.size()) + new_tokens - 1;  // the last one is not computed with
 }
 
-std::int64_t kept_tokens(std::int64_t capacity, std::int64_t window, std::int64_t longest_span) {
-  return window > 0 ? std::min(capacity, window + longest_span) : capacity;
+std::int64_t kept_tokens(std::int64_t capacity, std::int64_t reach, std::int64_t longest_span) {
+  return reach > 0 ? std::min(capacity, reach + longest_span) : capacity;
 }
 
 std::uint64_t key_value_workspace(const ModelSpec& spec, std::int64_t capacity, std::int64_t queries) {

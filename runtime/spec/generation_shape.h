@@ -38,8 +38,9 @@ std::int64_t capacity_of(const std::vector<std::int64_t>& prompt, std::int64_t n
 // Tokens from which LongRoPE's other factors apply; 0: the model has none.
 std::int64_t short_context(const ModelSpec& spec);
 
-// How many tokens of a sequence a layer keeps: all; with a window (0: none), those in the window and a span's.
-std::int64_t kept_tokens(std::int64_t capacity, std::int64_t window, std::int64_t longest_span);
+// How many tokens of a sequence a layer keeps: all; if a query sees `reach` tokens at most (0: all), these and a
+// span's.
+std::int64_t kept_tokens(std::int64_t capacity, std::int64_t reach, std::int64_t longest_span);
 // Whether the stage has attention.
 bool has_keys_and_values(const ModelSpec& spec, int stage);
 // As KeyValueCache::bytes() and workspace().

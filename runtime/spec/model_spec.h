@@ -43,7 +43,7 @@ struct ModelConfig {
   std::vector<LayerSpec> layer_specs;                // of each layer; empty: all are plain
   double attention_scale = 0;                        // of scores; 0: head_dim^-0.5
   double attention_softcap = 0, logits_softcap = 0;  // softcap * tanh(x / softcap) of scores, of logits; 0: none
-  double query_scaling = 0;                          // b: q times 1 + b log(1 + floor(position / original)); 0: none
+  QueryScaling query_scaling;
   double embedding_multiplier = 1, logits_multiplier = 1;
   double residual_multiplier = 1;    // of what each half adds
   double normed_residual = 0;        // c: a half adds to c times the norm of its input; 0: it adds to its input

@@ -155,7 +155,7 @@ void decoder_block(const ModelConfig& c, std::int64_t layer, UnitBuilder& attent
   if (c.qk_norm == QkNorm::own) {
     attention.head_norm(names.q_norm, c.heads, c.head_dim);
     attention.head_norm(names.k_norm, c.kv_heads, c.head_dim);
-  } else if (c.qk_norm != QkNorm::none) {
+  } else if (c.qk_norm != QkNorm::none && c.qk_norm != QkNorm::rotated_unweighted) {
     const bool whole = c.qk_norm == QkNorm::whole;
     attention.norm(c.norm, names.q_norm, whole ? q : c.head_dim);
     attention.norm(c.norm, names.k_norm, whole ? kv : c.head_dim);

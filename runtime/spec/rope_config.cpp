@@ -33,7 +33,9 @@ void read_llama3(const JsonFields& fields, RopeSpec& rope) {
   for (const char* needed : {"low_freq_factor", "high_freq_factor"}) need(fields, needed);
   rope.low_freq_factor = fields.number_or("low_freq_factor", 1.0, 1e-6, 1e6);
   rope.high_freq_factor = fields.number_or("high_freq_factor", 4.0, 1e-6, 1e6);
-  if (!(rope.high_freq_factor > rope.low_freq_factor)) fields.fail("high_freq_factor", "must be above low_freq_factor");
+  // Where both are the same (Llama 4 Scout), nothing lies between.
+  if (rope.high_freq_factor < rope.low_freq_factor)
+    fields.fail("high_freq_factor", "must not be below low_freq_factor");
 }
 
 // Peng et al., YaRN; the factor of cos and sin as DeepSeek extends it.
@@ -123,7 +125,8 @@ RopeSpec read_rope(const JsonFields& fields, const ModelConfig& config, double t
   return rope;
 }
 
-std::vector<bool> sliding_layers(const JsonFields& fields, const ModelConfig& config, std::int64_t period) {
+std::vector<bool> sliding_layers(const JsonFields& fields, const ModelConfig& config, std::int64_t period,
+                                 const char* slides) {
   std::vector<bool> sliding;
   const Json* types = fields.find("layer_types");
   if (types == nullptr) {
@@ -133,11 +136,28 @@ std::vector<bool> sliding_layers(const JsonFields& fields, const ModelConfig& co
   if (!types->is_array() || static_cast<std::int64_t>(types->size()) != config.layers)
     fields.fail("layer_types", fmt::format("must list the attention of each of the {} layers", config.layers));
   for (const Json& type : *types) {
-    if (type != "full_attention" && type != "sliding_attention")
-      fields.fail("layer_types", "may hold full_attention and sliding_attention only");
-    sliding.push_back(type == "sliding_attention");
+    if (type != "full_attention" && type != slides)
+      fields.fail("layer_types", fmt::format("may hold full_attention and {} only", slides));
+    sliding.push_back(type == slides);
   }
   return sliding;
+}
+
+std::vector<bool> rotary_layers(const JsonFields& fields, const ModelConfig& config) {
+  std::vector<bool> turns;
+  const std::int64_t period = fields.integer_or("no_rope_layer_interval", 4, 1, limits::layers);
+  const Json* rotary = fields.find("no_rope_layers");  // 1: the layer has positions
+  if (rotary == nullptr || *rotary == Json::array()) {
+    for (std::int64_t i = 0; i < config.layers; ++i) turns.push_back((i + 1) % period != 0);
+    return turns;
+  }
+  if (!rotary->is_array() || static_cast<std::int64_t>(rotary->size()) != config.layers)
+    fields.fail("no_rope_layers", fmt::format("must list 0 or 1 for each of the {} layers", config.layers));
+  for (const Json& layer : *rotary) {
+    if (layer != Json(0) && layer != Json(1)) fields.fail("no_rope_layers", "may hold 0 and 1 only");
+    turns.push_back(layer == Json(1));
+  }
+  return turns;
 }
 
 }  // namespace tierflow

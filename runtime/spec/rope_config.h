@@ -17,8 +17,13 @@ struct RopeRule {
 RopeSpec read_rope(const JsonFields& fields, const ModelConfig& config, double theta, const RopeRule& rule = {},
                    const char* type = nullptr);
 
-// For each layer whether its attention slides: layer_types, else all but every `period`-th; 0: none does. Throws
-// Exception (kind input) for types that are neither.
-std::vector<bool> sliding_layers(const JsonFields& fields, const ModelConfig& config, std::int64_t period);
+// For each layer whether its attention slides, or is otherwise of the type `slides`: layer_types, else all but every
+// `period`-th; 0: none does. Throws Exception (kind input) for types that are neither that nor full_attention.
+std::vector<bool> sliding_layers(const JsonFields& fields, const ModelConfig& config, std::int64_t period,
+                                 const char* slides = "sliding_attention");
+
+// For each layer whether it has a rotary embedding: no_rope_layers; else, or if that is an empty list, all but every
+// no_rope_layer_interval-th, 4 by default. Throws Exception (kind input) for other lists.
+std::vector<bool> rotary_layers(const JsonFields& fields, const ModelConfig& config);
 
 }  // namespace tierflow

@@ -17,6 +17,7 @@ std::string stage_class(const ModelSpec& spec, int stage) {
   if (spec.stages[stage].block >= 0) {
     const LayerSpec layer = spec.config.layer(spec.stages[stage].block);
     if (layer.window > 0) text.append(" window ").append(std::to_string(layer.window));
+    if (layer.chunk > 0) text.append(" chunk ").append(std::to_string(layer.chunk));
     if (layer.rope < 0) text.append(" without positions");
   }
   std::vector<int> units = spec.stages[stage].units;

@@ -28,6 +28,10 @@ std::optional<std::string> text_config(const Json& root, const std::string& conf
   return text.dump(2) + "\n";
 }
 
+bool wraps_with_head(std::string_view wrapper) {
+  return wrapper == "Llama4ForConditionalGeneration";
+}
+
 bool is_beside_text(std::string_view tensor) {
   constexpr std::array parts = {"vision_tower.",          "vision_model.", "multi_modal_projector.",
                                 "multi_modal_projector_", "visual.",       "audio_tower.",

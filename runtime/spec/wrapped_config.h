@@ -14,6 +14,10 @@ namespace tierflow {
 std::optional<std::string> text_config(const Json& root, const std::string& config_json, const std::string& where,
                                        const std::string& as);
 
+// Whether models of the class `wrapper` have the text model with its head as language_model; others have it without its
+// head as model.language_model.
+bool wraps_with_head(std::string_view wrapper);
+
 // Whether a tensor belongs to a part that is not the text model: a vision or audio tower, a projector.
 bool is_beside_text(std::string_view tensor);
 

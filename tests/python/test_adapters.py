@@ -457,6 +457,19 @@ def test_layers_that_peft_takes_for_experts_are_found(family, tmp_path, monkeypa
     assert again.keys() == tuned.keys() and all(value.equal(again[name]) for name, value in tuned.items())
 
 
+def test_adapters_beside_experts_of_llama_4_are_those_of_peft(tmp_path, monkeypatch):
+    """On attention and on the expert that every token takes; its router, a linear layer to PEFT, has none."""
+    monkeypatch.setitem(MODELS, "llama4", lambda: transformers.Llama4TextConfig(**SMALL, num_key_value_heads=2, head_dim=16, intermediate_size=48, num_local_experts=4, attention_chunk_size=12, no_rope_layer_interval=2))
+    make_base("llama4", tmp_path / "model")
+    losses, (_, in_fp32) = probe_logits(tmp_path / "model", tmp_path / "tuned", 10)
+    assert losses[-1] < losses[0]
+    model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "tuned")
+    expected = logits_of(model.eval())
+    assert ((in_fp32 - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 1e-5
+    adapted = {name.split(".lora_A")[0].rsplit(".", 1)[1] for name in load_file(tmp_path / "tuned" / "adapter_model.safetensors") if "lora_A" in name}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_adapters_of_experts_take_the_course_of_peft(family, tmp_path, monkeypatch):
     """Every token takes all experts."""

@@ -50,7 +50,7 @@ def worst_choice(model, prompt, tokens):
     return ((logits.max(1).values - chosen) / logits.std(1)).max().item()
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2_tied", "gemma2", "gemma3", "mistral_window", "ministral3", "cohere2", "gpt2", "opt", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama3", "qwen2_tied", "gemma2", "gemma3", "mistral_window", "ministral3", "cohere2", "gpt2", "opt", "mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "llama4"])
 def test_the_most_likely_tokens_are_those_of_transformers(family, work):
     model = saved(family, work / "model")
     found = generated(work, *prompts_file(work), "--max-new-tokens", "20", *SMALL)

@@ -5,7 +5,7 @@ from program import changed, needs_torch, run, small, steps_of
 from program import work as work  # a fixture
 from safetensors.torch import load_file, save_file
 from test_families import saved
-from test_models import CONFIGS, SMALL, gpt_oss
+from test_models import CONFIGS, SMALL, gpt_oss, llama4
 
 transformers = pytest.importorskip("transformers")
 pytestmark = needs_torch
@@ -34,7 +34,7 @@ def same(one, other):
 
 
 def is_router(name):
-    return name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.router.weight", "router.layer.weight"))
+    return name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.router.weight", "router.layer.weight", "feed_forward.router.weight"))
 
 
 # Of equal scores those of the first experts are taken, so a router of zeros sends every token to the first; gpt-oss has a bias to say it with.
@@ -42,6 +42,7 @@ ON_ONE = {
     "mixtral": (lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=1), 0),
     "qwen3_moe": (lambda: transformers.Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=5, num_experts_per_tok=1, moe_intermediate_size=48, norm_topk_prob=True), 0),
     "gpt_oss": (lambda: gpt_oss(num_local_experts=4, num_experts_per_tok=1), 2),
+    "llama4": (lambda: llama4(num_local_experts=4), 0),
 }
 
 

@@ -75,6 +75,11 @@ def gpt_oss(**more):
     return transformers.GptOssConfig(**SMALL, head_dim=16, sliding_window=9, swiglu_limit=0.5, rope_parameters=yarn(truncate=False), **more)
 
 
+def llama4(**more):
+    """Rows of two chunks and a half; queries of the layer without positions that are scaled from the eighth token on."""
+    return transformers.Llama4TextConfig(**{**SMALL, "head_dim": 16, "intermediate_size_mlp": 96, "attention_chunk_size": 16, "no_rope_layer_interval": 2, "floor_scale": 8, "attn_scale": 0.5, **more})
+
+
 # So large that the router's gradient is mostly that of the load-balancing loss.
 BALANCED = dict(output_router_logits=True, router_aux_loss_coef=3.0)
 
@@ -141,6 +146,10 @@ CONFIGS = {
     "glm4_moe_all": lambda: transformers.Glm4MoeConfig(**SMALL, head_dim=16, n_routed_experts=3, num_experts_per_tok=3, moe_intermediate_size=48, n_shared_experts=2, norm_topk_prob=False, attention_bias=True),
     "gpt_oss": lambda: gpt_oss(num_local_experts=4, num_experts_per_tok=2),
     "gpt_oss_all": lambda: gpt_oss(num_local_experts=3, num_experts_per_tok=3),
+    "llama4": lambda: llama4(num_local_experts=4, moe_layers=[0, 1], rope_parameters={**llama3_rope(), "high_freq_factor": 1.0}),
+    "llama4_all": lambda: llama4(num_local_experts=3, num_experts_per_tok=3, attention_bias=True),
+    "llama4_maverick": lambda: llama4(num_local_experts=5, interleave_moe_layer_step=2, use_qk_norm=False, attn_temperature_tuning=False, tie_word_embeddings=True),
+    "llama4_layers": lambda: llama4(num_local_experts=1, no_rope_layers=[0, 1, 1], layer_types=["chunked_attention", "full_attention", "chunked_attention"]),
     "mixtral_balanced": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2, **BALANCED),
     "qwen2_moe_balanced": lambda: transformers.Qwen2MoeConfig(**SMALL, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, shared_expert_intermediate_size=80, **BALANCED),
     "qwen3_moe_balanced": lambda: transformers.Qwen3MoeConfig(**SMALL, head_dim=16, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1], **BALANCED),
@@ -253,7 +262,7 @@ def luck(tensor):
 
 # A token near the edge between two experts goes to the other one for an error of rounding: in bf16 nothing can be compared. Those
 # that call all experts for every token are.
-CHOOSES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "gpt_oss", "glm4_moe_no_balance"]
+CHOOSES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "glm4_moe", "gpt_oss", "glm4_moe_no_balance", "llama4", "llama4_maverick"]
 CHOOSES += [family for family in CONFIGS if family.endswith("_balanced")]
 
 
@@ -311,7 +320,7 @@ def as_published(config, period=None):
 
 
 @pytest.mark.parametrize("family, period", [("llama3", None), ("llama_linear_rope_tied", None), ("llama_yarn", None), ("mistral_window", None), ("gemma3", 2),
-                                            ("phi4_mini", None), ("glm4", None), ("cohere2", 2), ("hunyuan_v1_dense", None), ("mixtral", None)])
+                                            ("phi4_mini", None), ("glm4", None), ("cohere2", 2), ("hunyuan_v1_dense", None), ("mixtral", None), ("llama4", None)])
 def test_parity_of_published_configs(family, period, tmp_path):
     model, folder = saved(family, tmp_path, seed=13)
     config = json.loads((folder / "config.json").read_text())

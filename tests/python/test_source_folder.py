@@ -29,7 +29,14 @@ def mistral3():
     return transformers.Mistral3Config(text_config=text.to_dict(), vision_config=vision, image_token_index=250, tie_word_embeddings=False)
 
 
-CLASSES = {"gemma3": (gemma3, transformers.Gemma3ForConditionalGeneration), "mistral3": (mistral3, transformers.Mistral3ForConditionalGeneration)}
+def llama4():
+    text = {**CONFIGS["llama4"]().to_dict(), "vocab_size": 256}
+    vision = dict(VISION, vision_output_dim=24, projector_input_dim=32, projector_output_dim=24)
+    return transformers.Llama4Config(text_config=text, vision_config=vision, image_token_index=250)
+
+
+CLASSES = {"gemma3": (gemma3, transformers.Gemma3ForConditionalGeneration), "mistral3": (mistral3, transformers.Mistral3ForConditionalGeneration),
+           "llama4": (llama4, transformers.Llama4ForConditionalGeneration)}
 
 
 def text_name(name):
@@ -57,8 +64,11 @@ def wrapped(which, work):
     model.save_pretrained(work / "wrapped")
     (work / "wrapped" / "preprocessor_config.json").write_text('{"image_processor_type": "SiglipImageProcessor"}')
     text = transformers.AutoModelForCausalLM.from_config(model.config.text_config).bfloat16()
-    text.model.load_state_dict(model.model.language_model.state_dict())
-    text.lm_head.load_state_dict(model.lm_head.state_dict())
+    if which == "llama4":
+        text.load_state_dict(model.language_model.state_dict())
+    else:
+        text.model.load_state_dict(model.model.language_model.state_dict())
+        text.lm_head.load_state_dict(model.lm_head.state_dict())
     text.config.tie_word_embeddings = model.config.tie_word_embeddings
     text.save_pretrained(work / "plain")
     return model_class
@@ -73,7 +83,7 @@ def renamed(folder):
     save_file(new, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("which, others_names", [("gemma3", False), ("gemma3", True), ("mistral3", False)])
+@pytest.mark.parametrize("which, others_names", [("gemma3", False), ("gemma3", True), ("mistral3", False), ("llama4", False)])
 def test_a_model_of_text_and_images_comes_out_whole(which, others_names, work):
     model_class = wrapped(which, work)
     if others_names:
@@ -196,10 +206,12 @@ def logits(model):
 @pytest.mark.parametrize("which", CLASSES)
 def test_adapters_are_for_the_whole_model_as_peft_names_it(which, work, recwarn):
     model_class = wrapped(which, work)
-    lora = [*changed(STEPS, {"--lr": "5e-2"}), "--method", "lora", "--lora-rank", "4", "--lora-alpha", "8", "--lora-rank-pattern", "layers.1.mlp.up_proj=2", "--modules-to-save", "norm"]
+    up = "layers.1.feed_forward.shared_expert.up_proj" if which == "llama4" else "layers.1.mlp.up_proj"
+    text = "language_model.model." if which == "llama4" else "model.language_model."
+    lora = [*changed(STEPS, {"--lr": "5e-2"}), "--method", "lora", "--lora-rank", "4", "--lora-alpha", "8", "--lora-rank-pattern", f"{up}=2", "--modules-to-save", "norm"]
     run(work, *lora, "--model", "wrapped", "--out", "tuned")
     names = load_file(work / "tuned" / "adapter_model.safetensors").keys()
-    assert all(name.startswith("base_model.model.model.language_model.") for name in names), names
+    assert all(name.startswith(f"base_model.model.{text}") for name in names), names
     model = peft.PeftModel.from_pretrained(model_class.from_pretrained(work / "wrapped", dtype=torch.float32), work / "tuned")
     assert not [each for each in recwarn if "adapter keys" in str(each.message)]
     inside = [name for name, module in model.named_modules() if hasattr(module, "lora_A") and hasattr(module, "base_layer")]
@@ -213,7 +225,7 @@ def test_adapters_are_for_the_whole_model_as_peft_names_it(which, work, recwarn)
     tensors = load_file(other / "adapter_model.safetensors")
     save_file({name.replace("language_model.", ""): value for name, value in tensors.items()}, other / "adapter_model.safetensors", metadata={"format": "pt"})
     config = json.loads((other / "adapter_config.json").read_text())
-    config.update(target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], rank_pattern={"layers.1.mlp.up_proj": 2})
+    config.update(target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], rank_pattern={up: 2})
     (other / "adapter_config.json").write_text(json.dumps(config))
     run(work, "merge", "--model", "wrapped", "--adapter", "other", "--out", "again")
     assert (work / "again" / "model.safetensors").read_bytes() == (work / "merged" / "model.safetensors").read_bytes()

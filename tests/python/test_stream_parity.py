@@ -20,6 +20,13 @@ LEFT_TO_PYTHON = {
     "mamba2": lambda: transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**STATES, num_heads=8, head_dim=16, n_groups=2, chunk_size=8)),
 }
 
+# Llama 4's experts and its rotary tables of complex numbers.
+LOADED = {
+    **LEFT_TO_PYTHON,
+    "llama4": lambda: transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**TEXT, num_key_value_heads=2, head_dim=16, intermediate_size_mlp=48, num_local_experts=4,
+                                                                                   attention_chunk_size=10, no_rope_layer_interval=2, moe_layers=[0, 1])),
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("family", list(MODELS))
 def test_free_loop_has_the_bits_of_the_plain_loop(family, tmp_path):
@@ -48,10 +55,10 @@ def test_free_loop_has_the_bits_of_the_plain_loop(family, tmp_path):
     tierflow.close(streamed)
 
 
-@pytest.mark.parametrize("family", list(LEFT_TO_PYTHON))
-def test_models_that_the_program_leaves_to_python(family, tmp_path):
+@pytest.mark.parametrize("family", list(LOADED))
+def test_a_folder_streams_its_own_modules_whatever_they_compute(family, tmp_path):
     torch.manual_seed(11)
-    LEFT_TO_PYTHON[family]().bfloat16().save_pretrained(tmp_path / "model")
+    LOADED[family]().bfloat16().save_pretrained(tmp_path / "model")
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).train()
     (tmp_path / "store").mkdir()
     budget = tierflow.Budget(device="2MiB", host="3MiB", storage=[tmp_path / "store"], activations=0.0)

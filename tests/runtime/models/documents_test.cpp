@@ -119,6 +119,24 @@ TEST(Documents, one_in_each_row_changes_no_bit) {
   }
 }
 
+std::vector<std::array<std::int64_t, 3>> places(const std::vector<Document>& documents) {
+  std::vector<std::array<std::int64_t, 3>> all;
+  for (const Document& each : documents) all.push_back({each.row, each.begin, each.length});
+  return all;
+}
+
+TEST(Documents, are_cut_at_multiples_of_a_chunk_of_their_own_tokens) {
+  using Places = std::vector<std::array<std::int64_t, 3>>;
+  const std::vector<Document> given = {{0, 0, 2}, {0, 2, 7}, {1, 0, 9}};
+  EXPECT_EQ(places(models::in_chunks(given, 2, 9, 3)),
+            (Places{{0, 0, 2}, {0, 2, 3}, {0, 5, 3}, {0, 8, 1}, {1, 0, 3}, {1, 3, 3}, {1, 6, 3}}));
+  EXPECT_EQ(places(models::in_chunks({}, 2, 5, 4)), (Places{{0, 0, 4}, {0, 4, 1}, {1, 0, 4}, {1, 4, 1}}));
+  for (const std::int64_t chunk : {0, 9, 10}) {
+    EXPECT_EQ(places(models::in_chunks(given, 2, 9, chunk)), places(given));
+    EXPECT_TRUE(models::in_chunks({}, 2, 9, chunk).empty());
+  }
+}
+
 class PackedModel : public EveryModel {};
 
 void expect_the_documents_alone(const Case& which, torch::ScalarType type, const Tiling& tiling, double loss_error,

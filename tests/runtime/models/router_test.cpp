@@ -55,6 +55,14 @@ TEST(Router, SigmoidsAreCorrectedToChooseAlone) {
   EXPECT_TRUE(torch::allclose(corrected.weights[0], 2.5 * scores / scores.sum()));
 }
 
+// Llama 4's, whose sigmoids of large logits are all 1.
+TEST(Router, SigmoidsAreChosenByTheirLogits) {
+  const ExpertsSpec spec{.count = 4, .per_token = 2, .sigmoid = true};
+  const Routing routing = route(spec, torch::tensor({{30.F, 40.F, 50.F, 2.F}}));
+  EXPECT_TRUE(torch::equal(routing.chosen, torch::tensor({{2, 1}})));
+  EXPECT_TRUE(torch::equal(routing.weights, torch::ones({1, 2})));
+}
+
 // sigmoid() makes 1 and 0 of infinities, softmax() 0 of one below: neither may pass for a score.
 TEST(Router, OneInfinityIsNoScore) {
   for (const bool sigmoid : {false, true})

@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "runtime/planning/prediction.h"
+#include "runtime/planning/probed_model.h"
 #include "runtime/planning/stage_cost.h"
 #include "runtime/spec/stage_class.h"
 #include "tests/runtime/expect.h"
@@ -149,6 +150,24 @@ TEST(MachineModel, StagesTakeTheirOperationsAndBytesByTheRates) {
   EXPECT_EQ(block().forward, cost.forward_launches);
   machine.card.memory_rate.value = 1;
   EXPECT_EQ(block().forward, cost.forward_bytes);
+}
+
+// A row of four chunks costs what four rows of one do; in a layer that sees all, attention costs four times as much.
+TEST(MachineModel, AttentionInChunksCostsTheChunks) {
+  const ModelSpec spec = parse_model_spec(
+      R"({"architectures": ["Llama4ForCausalLM"], "vocab_size": 96, "hidden_size": 32, "head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24, "num_hidden_layers": 2,
+    "attention_chunk_size": 64, "no_rope_layer_interval": 2})",
+      "model");
+  ASSERT_EQ(spec.stages.at(1).kind, StageKind::attention);
+  ASSERT_EQ(spec.stages.at(3).kind, StageKind::attention);
+  const double apart = stage_cost(spec, 1, 4, 64).attention;
+  EXPECT_GT(apart, 0);
+  EXPECT_EQ(stage_cost(spec, 1, 1, 256).attention, apart);
+  EXPECT_EQ(stage_cost(spec, 3, 4, 64).attention, apart);
+  EXPECT_EQ(stage_cost(spec, 3, 1, 256).attention, 4 * apart);
+  EXPECT_EQ(stage_operations(spec, 1, 1, 256), stage_operations(spec, 1, 4, 64));
+  EXPECT_GT(stage_operations(spec, 3, 1, 256), stage_operations(spec, 3, 4, 64));
 }
 
 TEST(MachineModel, FrozenWeightsTakeNoProductForTheirGradient) {

@@ -331,12 +331,14 @@ TEST_P(SessionAdapters, MagnitudesStreamAsTheyAreResident) {
 // What is frozen stays as it is, and is neither read for an update nor written; the rest has the same bits streamed.
 TEST_P(SessionAdapters, APartOfTheModelIsTrained) {
   const bool opt = GetParam().name.starts_with("opt"),
-             moe = GetParam().name == "mixtral" || GetParam().name == "granite_moe";
+             moe = GetParam().name == "mixtral" || GetParam().name == "granite_moe",
+             llama4 = GetParam().name == "llama4";
   const std::string embedding = embedding_of(GetParam());
   for (const TrainableConfig& config : {TrainableConfig{.last_layers = 1}, TrainableConfig{.trainable = {embedding}},
-                                        TrainableConfig{.freeze = {opt   ? "fc"
-                                                                   : moe ? "sparse_moe"
-                                                                         : "mlp",
+                                        TrainableConfig{.freeze = {opt      ? "fc"
+                                                                   : moe    ? "sparse_moe"
+                                                                   : llama4 ? "feed_forward"
+                                                                            : "mlp",
                                                                    embedding}}}) {
     const Model model =
         with_trainable({make_model(parse_model_spec(GetParam().json, GetParam().name)), initial(11)}, config);

@@ -228,7 +228,7 @@ INSTANTIATE_TEST_SUITE_P(Mixtures, ExpertsWithoutTokens, ::testing::Values("mixt
                          [](const auto& info) { return info.param; });
 
 INSTANTIATE_TEST_SUITE_P(Mixtures, RouterThatOverflows,
-                         ::testing::Values("mixtral", "qwen2_moe", "granite_moe", "glm4_moe", "gpt_oss"),
+                         ::testing::Values("mixtral", "qwen2_moe", "granite_moe", "glm4_moe", "gpt_oss", "llama4"),
                          [](const auto& info) { return info.param; });
 
 }  // namespace

@@ -69,6 +69,13 @@ TEST(ExpertAdapters, HaveNamesAndShapesOfPeft) {
   EXPECT_EQ(json["target_modules"], (std::vector<std::string>{"k_proj", "o_proj", "q_proj", "v_proj"}));
 }
 
+TEST(ExpertAdapters, OfMatricesThatPeftTakesTheOtherWayRoundAreRefused) {
+  ModelSpec spec = model("Llama4ForCausalLM", "");
+  expect_refusal(io::ErrorKind::usage,
+                 {"adapters on model.layers.0.feed_forward.experts.down_proj are not supported", "Llama4ForCausalLM"},
+                 [&] { add_adapters(spec, {.parameters = {"experts.down_proj"}}); });
+}
+
 TEST(ExpertAdapters, AloneAreWrappedOnce) {
   ModelSpec spec = mixtral();
   add_adapters(spec, {.rank = 3, .parameters = {"layers.1.mlp.experts.gate_up_proj"}, .parameters_alone = true});

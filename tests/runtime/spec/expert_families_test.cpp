@@ -42,7 +42,8 @@ TEST(ExpertFamilies, HaveTheNumbersOfTransformersWhereTheConfigSaysNothing) {
                                Expected{"OlmoeForCausalLM", 64, 8, 48, 0, false, false, true},
                                Expected{"Glm4MoeForCausalLM", 128, 8, 1408, 1408, true, false, false},
                                Expected{"GraniteMoeForCausalLM", 8, 2, 48, 0, true, false, true},
-                               Expected{"GptOssForCausalLM", 128, 4, 48, 0, true, false, true}}) {
+                               Expected{"GptOssForCausalLM", 128, 4, 48, 0, true, false, true},
+                               Expected{"Llama4ForCausalLM", 16, 1, 48, 48, false, false, true}}) {
     const ExpertsSpec experts = read(each.name).experts;
     EXPECT_EQ(experts.count, each.count) << each.name;
     EXPECT_EQ(experts.per_token, each.per_token) << each.name;
@@ -51,7 +52,7 @@ TEST(ExpertFamilies, HaveTheNumbersOfTransformersWhereTheConfigSaysNothing) {
     EXPECT_EQ(experts.normalised, each.normalised) << each.name;
     EXPECT_EQ(experts.shared_gate, each.shared_gate) << each.name;
     EXPECT_EQ(experts.rounded, each.rounded) << each.name;
-    const bool glm = experts.sigmoid;
+    const bool glm = experts.corrected;
     EXPECT_EQ(glm, std::string(each.name) == "Glm4MoeForCausalLM");
     EXPECT_EQ(sparse(read(each.name)), (std::vector<bool>{!glm, true, true})) << each.name;  // its first layer is dense
   }
@@ -70,13 +71,13 @@ TEST(ExpertFamilies, TakeTheirNumberByAnyOfItsNamesAndByOneAlone) {
 // Only where its config asks for it; without a coefficient that of its class.
 TEST(ExpertFamilies, TrainWithTheLoadBalancingLossThatTheyAskFor) {
   for (const char* name : {"MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "GraniteMoeForCausalLM",
-                           "OlmoeForCausalLM", "Glm4MoeForCausalLM"}) {
-    const bool glm = std::string_view(name) == "Glm4MoeForCausalLM",
+                           "OlmoeForCausalLM", "Glm4MoeForCausalLM", "Llama4ForCausalLM"}) {
+    const bool none = std::string_view(name) == "Glm4MoeForCausalLM" || std::string_view(name) == "Llama4ForCausalLM",
                olmoe = std::string_view(name) == "OlmoeForCausalLM";
     EXPECT_EQ(read(name, {{"router_aux_loss_coef", 0.5}}).experts.balance, 0) << name;
-    EXPECT_EQ(read(name, {{"output_router_logits", true}}).experts.balance, glm ? 0 : olmoe ? 0.01 : 0.001) << name;
+    EXPECT_EQ(read(name, {{"output_router_logits", true}}).experts.balance, none ? 0 : olmoe ? 0.01 : 0.001) << name;
     EXPECT_EQ(read(name, {{"output_router_logits", true}, {"router_aux_loss_coef", 0.5}}).experts.balance,
-              glm ? 0 : 0.5)
+              none ? 0 : 0.5)
         << name;
     refused({"router_aux_loss_coef"}, name, {{"router_aux_loss_coef", -0.5}});
     refused({"output_router_logits"}, name, {{"output_router_logits", 1}});
@@ -136,6 +137,41 @@ TEST(ExpertFamilies, WhatWouldBeComputedOtherwiseIsRefused) {
   EXPECT_NO_THROW(read("MixtralForCausalLM", {{"router_jitter_noise", 0.0}}));
   refused({"clip_qkv", "is not supported"}, "OlmoeForCausalLM", {{"clip_qkv", 8.0}});
   EXPECT_NO_THROW(read("OlmoeForCausalLM", {{"clip_qkv", nullptr}}));
+}
+
+TEST(ExpertFamilies, OfLlama4AttendInChunksWhereTheyHavePositions) {
+  const auto layers = [](const ModelConfig& c) {
+    std::vector<std::pair<std::int64_t, int>> all;
+    for (std::int64_t layer = 0; layer < c.layers; ++layer) all.emplace_back(c.layer(layer).chunk, c.layer(layer).rope);
+    return all;
+  };
+  const auto llama4 = [](const Json& more) { return read("Llama4ForCausalLM", more); };
+  using Layers = std::vector<std::pair<std::int64_t, int>>;
+  const ModelConfig plain = llama4(Json::object());
+  EXPECT_EQ(layers(plain), (Layers{{8192, 0}, {8192, 0}, {8192, 0}}));
+  EXPECT_EQ(plain.qk_norm, QkNorm::rotated_unweighted);
+  EXPECT_EQ(plain.intermediate_size, 16384);
+  EXPECT_EQ(plain.experts.shared_width, 48);
+  EXPECT_EQ(layers(llama4({{"no_rope_layer_interval", 2}, {"attention_chunk_size", 16}})),
+            (Layers{{16, 0}, {0, -1}, {16, 0}}));
+  EXPECT_EQ(layers(llama4({{"no_rope_layers", {0, 1, 1}},
+                           {"layer_types", {"chunked_attention", "full_attention", "chunked_attention"}}})),
+            (Layers{{8192, -1}, {0, 0}, {8192, 0}}));
+  EXPECT_EQ(layers(llama4({{"no_rope_layers", Json::array()}})), layers(plain));
+  EXPECT_EQ(sparse(plain), (std::vector<bool>{true, true, true}));
+  EXPECT_EQ(sparse(llama4({{"interleave_moe_layer_step", 2}})), (std::vector<bool>{false, true, false}));
+  EXPECT_EQ(sparse(llama4({{"moe_layers", {0, 2}}, {"interleave_moe_layer_step", 2}})),
+            (std::vector<bool>{true, false, true}));
+  EXPECT_EQ(sparse(llama4({{"moe_layers", Json::array()}})), (std::vector<bool>{false, false, false}));
+  for (const Json& on : {Json(true), Json(4)})
+    EXPECT_EQ(llama4({{"attn_temperature_tuning", on}}).query_scaling.strength, 0.1);
+  for (const Json& off : {Json(false), Json(0)})
+    EXPECT_EQ(llama4({{"attn_temperature_tuning", off}}).query_scaling.strength, 0);
+  refused({"attention_chunk_size", "is null"}, "Llama4ForCausalLM", {{"attention_chunk_size", nullptr}});
+  refused({"layer_types", "full_attention and chunked_attention only"}, "Llama4ForCausalLM",
+          {{"layer_types", {"sliding_attention", "full_attention", "full_attention"}}});
+  refused({"moe_layers", "none of the layers 0 to 2"}, "Llama4ForCausalLM", {{"moe_layers", {3}}});
+  refused({"no_rope_layers", "each of the 3 layers"}, "Llama4ForCausalLM", {{"no_rope_layers", {1}}});
 }
 
 TEST(ExpertFamilies, OfGptOssHaveABoundedGate) {

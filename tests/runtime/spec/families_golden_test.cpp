@@ -100,6 +100,7 @@ void add(Words& words, const ExpertsSpec& e) {
   words["experts.shared_gate"] = text(e.shared_gate);
   words["experts.normalised"] = text(e.normalised);
   words["experts.sigmoid"] = text(e.sigmoid);
+  words["experts.wide"] = text(e.wide);
   words["experts.corrected"] = text(e.corrected);
   words["experts.groups"] = text(e.groups);
   words["experts.groups_taken"] = text(e.groups_taken);
@@ -107,7 +108,9 @@ void add(Words& words, const ExpertsSpec& e) {
   words["experts.balance"] = text(e.balance);
   words["experts.rounded"] = text(e.rounded);
   words["experts.biases"] = text(e.biases);
+  words["experts.weights_of_input"] = text(e.weights_of_input);
   words["experts.transposed"] = text(e.transposed);
+  words["experts.by_turns"] = text(e.by_turns);
   words["experts.clamped.sharpness"] = text(e.clamped.sharpness);
   words["experts.clamped.limit"] = text(e.clamped.limit);
 }
@@ -145,18 +148,24 @@ Words described(const ModelConfig& c) {
   words["attention_scale"] = text(c.attention_scale);
   words["attention_softcap"] = text(c.attention_softcap);
   words["logits_softcap"] = text(c.logits_softcap);
-  words["query_scaling"] = text(c.query_scaling);
+  words["query_scaling"] = text(c.query_scaling.strength);
+  words["query_scaling.period"] = text(c.query_scaling.period);
+  words["query_scaling.offset"] = text(c.query_scaling.offset);
+  words["query_scaling.rounded"] = text(c.query_scaling.rounded);
+  words["query_scaling.without_rope"] = text(c.query_scaling.without_rope);
   words["embedding_multiplier"] = text(c.embedding_multiplier);
   words["logits_multiplier"] = text(c.logits_multiplier);
   words["residual_multiplier"] = text(c.residual_multiplier);
   words["normed_residual"] = text(c.normed_residual);
   words["position_offset"] = text(c.position_offset);
-  // Of each layer its window, its rope, and an x where it has experts; how many alike follow each other before. A
-  // pattern is known by its first layers.
+  // Of each layer its window, its rope, an x where it has experts, and its chunk; how many alike follow each other
+  // before. A pattern is known by its first layers.
   std::string layers;
   for (std::int64_t i = 0, alike = 1; i < c.layers; i += alike) {
     const auto one = [&](std::int64_t layer) {
-      return text(c.layer(layer).window) + "/" + number(c.layer(layer).rope) + (c.layer(layer).experts ? "x" : "");
+      const LayerSpec of = c.layer(layer);
+      return text(of.window) + "/" + number(of.rope) + (of.experts ? "x" : "") +
+             (of.chunk > 0 ? "/" + text(of.chunk) : "");
     };
     for (alike = 1; i + alike < c.layers && one(i + alike) == one(i);) ++alike;
     layers += (i == 0 ? "" : " ") + text(alike) + "*" + one(i);

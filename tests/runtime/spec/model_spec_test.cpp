@@ -246,6 +246,30 @@ TEST(ModelSpec, PublishedModelsHaveTheirPublishedSizes) {
               3.84, 0.005);
 }
 
+// Its text model has 107.8 of the 109 billion that are published. A token takes 16.1 of these: the published 17 without
+// the embedding.
+TEST(ModelSpec, LlamaFourScoutIsReadAsItIsPublished) {
+  const ModelSpec scout = parse_model_spec(R"({"architectures": ["Llama4ForConditionalGeneration"],
+    "boi_token_index": 200080, "eoi_token_index": 200081, "image_token_index": 200092, "model_type": "llama4",
+    "text_config": {"attention_bias": false, "attention_chunk_size": 8192, "attention_dropout": 0.0, "head_dim": 128,
+      "for_llm_compressor": false, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02,
+      "interleave_moe_layer_step": 1, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+      "max_position_embeddings": 10485760, "model_type": "llama4_text", "no_rope_layers": [],
+      "num_attention_heads": 40, "num_experts_per_tok": 1, "num_hidden_layers": 48, "num_key_value_heads": 8,
+      "num_local_experts": 16, "output_router_logits": false, "rms_norm_eps": 1e-05, "rope_theta": 500000.0,
+      "rope_scaling": {"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+      "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "use_qk_norm": true, "vocab_size": 202048},
+    "vision_config": {"model_type": "llama4_vision_model"}})",
+                                           "config.json");
+  EXPECT_EQ(scout.wrapper, "Llama4ForConditionalGeneration");
+  EXPECT_NEAR(static_cast<double>(scout.parameters()), 107.77e9, 0.005e9);
+  EXPECT_NEAR(static_cast<double>(active_parameters(scout)), 16.14e9, 0.005e9);
+  EXPECT_EQ(scout.config.layer(2).chunk, 8192);
+  EXPECT_EQ(scout.config.layer(3).chunk, 0);
+  EXPECT_EQ(scout.config.layer(3).rope, -1);
+}
+
 // As published: Qwen3-235B-A22B 22 billion; GLM-4.5-Air 12, without the head; gpt-oss has a test of its own.
 TEST(ModelSpec, OfMixturesATokenTakesThePublishedShare) {
   const auto qwen3 = [](const char* experts_per_token, std::int64_t vocabulary) {

@@ -48,6 +48,19 @@ TEST(StageClass, DiffersWithShapesWindowsFormatsAndWhatIsTrained) {
   EXPECT_EQ(stage_class(spec, 1), block);
 }
 
+TEST(StageClass, DiffersWithTheChunkOfALayer) {
+  const auto attention = [](const std::string& more) {
+    return stage_class(
+        parse_model_spec(R"({"architectures": ["Llama4ForCausalLM"], "vocab_size": 96, "hidden_size": 32, "head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24, "num_hidden_layers": 1)" +
+                             more + "}",
+                         "model"),
+        1);
+  };
+  EXPECT_NE(attention(R"(, "attention_chunk_size": 8)"), attention(R"(, "attention_chunk_size": 16)"));
+  EXPECT_NE(attention(""), attention(R"(, "layer_types": ["full_attention"])"));
+}
+
 // The first tile gets hidden states alone.
 TEST(StageClass, OfTilesSaysWhatStandsBefore) {
   const ModelSpec spec = model("", {.vocabulary_elements = 32 * 32});
