@@ -97,7 +97,7 @@ RECURRENT = {"mamba": lambda: transformers.MambaConfig(vocab_size=160, hidden_si
 def test_families_that_do_not_keep_documents_apart_are_known(family):
     model, packed, apart = together({**CONFIGS, **RECURRENT}[family]())
     watch(model)
-    if apart < 1e-4:
+    if apart < 1e-4 or family.startswith("llama4"):  # which counts its chunks from the row's begin; documents do not see each other
         model(**packed)
     else:
         assert family.partition("_")[0] in ("opt", "gpt", "mamba", "lfm2") and family != "gpt2"
