@@ -70,7 +70,9 @@ def on_a_card(words):
 
 
 def steps_of(path):
-    return [record for record in map(json.loads, path.read_text().splitlines()) if "loss" in record]
+    """Of a log that may be written at this moment."""
+    whole = path.read_text().rpartition("\n")[0]
+    return [record for record in map(json.loads, whole.splitlines()) if "loss" in record]
 
 
 def wait_until(condition, seconds=60):

@@ -91,7 +91,7 @@ def test_first_values_from_the_base_are_written_as_an_ordinary_adapter(work, bas
     # Stopped, exported from the store and gone on with, streamed: the same bits. Another beginning is another run.
     stored = [*words, "--steps", "30", "--out", "out", *small("--storage", "store", "--host-memory", "1MiB", "--durability", "step", "--log-json", "log.json")]
     training = start(work, *stored, delay_ms=10)
-    wait_until(lambda: (work / "log.json").exists() and len(steps_of_whole_lines(work / "log.json")) > 3)
+    wait_until(lambda: (work / "log.json").exists() and len(steps_of(work / "log.json")) > 3)
     training.send_signal(signal.SIGINT)
     assert "is committed" in training.communicate()[1]
     step = len(steps_of(work / "log.json"))
@@ -135,7 +135,7 @@ def test_killed_it_is_gone_on_with_to_the_bit(work, base):
     run(work, *LORA, "--steps", "40", "--out", "whole", *small())
     words = [*LORA, "--steps", "40", "--out", "out", *small("--storage", "store", "--host-memory", "1MiB", "--durability", "step", "--log-json", "log.json")]
     training = start(work, *words, delay_ms=10)
-    wait_until(lambda: (work / "log.json").exists() and len(steps_of_whole_lines(work / "log.json")) > 5)
+    wait_until(lambda: (work / "log.json").exists() and len(steps_of(work / "log.json")) > 5)
     training.send_signal(signal.SIGKILL)
     training.communicate()
     assert "state after step" in again(work, "status", "store").stdout
@@ -146,16 +146,10 @@ def test_killed_it_is_gone_on_with_to_the_bit(work, base):
     assert "the run is finished" in run(work, *words).stderr
 
 
-def steps_of_whole_lines(path):
-    text = path.read_text()
-    path_lines = text[: text.rfind("\n") + 1].splitlines()
-    return [record for record in map(json.loads, path_lines) if "loss" in record]
-
-
 def test_what_a_stopped_run_left_is_exported_as_the_adapters(work, base):
     words = [*LORA, "--steps", "4000", "--lr-schedule", "constant", "--out", "out", *small("--storage", "store", "--host-memory", "1MiB", "--durability", "step", "--log-json", "log.json")]
     training = start(work, *words)
-    wait_until(lambda: (work / "log.json").exists() and len(steps_of_whole_lines(work / "log.json")) > 3)
+    wait_until(lambda: (work / "log.json").exists() and len(steps_of(work / "log.json")) > 3)
     training.send_signal(signal.SIGINT)
     assert "is committed" in training.communicate()[1]
     step = len(steps_of(work / "log.json"))
@@ -226,7 +220,7 @@ def test_a_base_in_another_precision_streams_and_is_gone_on_with(work, base, pre
     log = work / "log.json"
     stored = [*words, "--out", "out", *small("--storage", "store", "--host-memory", "192KiB", "--durability", "step", "--log-json", log)]
     training = start(work, *stored, delay_ms=10)
-    wait_until(lambda: log.exists() and len(steps_of_whole_lines(log)) > 3)
+    wait_until(lambda: log.exists() and len(steps_of(log)) > 3)
     training.send_signal(signal.SIGINT)
     assert "is committed" in training.communicate()[1]
     assert "its base's precision is not this one's" in the_error(run(work, *changed(stored, {"--base-precision": "bf16", "--host-memory": "1MiB"}), ok=False).stderr)
@@ -343,7 +337,7 @@ def test_adapters_of_experts_over_four_bits_are_gone_on_with(work, mixture):
     run(work, *words, "--out", "whole", *small())
     stored = [*words, "--out", "out", *small("--storage", "store", "--host-memory", "2MiB", "--durability", "step", "--log-json", "log.json")]
     training = start(work, *stored, delay_ms=10)
-    wait_until(lambda: (work / "log.json").exists() and len(steps_of_whole_lines(work / "log.json")) > 3)
+    wait_until(lambda: (work / "log.json").exists() and len(steps_of(work / "log.json")) > 3)
     training.send_signal(signal.SIGKILL)
     training.communicate()
     assert "state after step" in again(work, "status", "store").stdout
