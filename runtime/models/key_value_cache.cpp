@@ -157,6 +157,10 @@ bool KeyValueCache::stores(int stage) const {
   return store_ != nullptr && store_->stores(stage);
 }
 
+std::int64_t KeyValueCache::reach_of(int stage) const {
+  return spec_.config.layer(spec_.stages[static_cast<std::size_t>(stage)].block).reach();
+}
+
 std::int64_t KeyValueCache::slots_of(std::int64_t sequence, std::int64_t reach) const {
   return kept_tokens(capacities_.at(static_cast<std::size_t>(sequence)), reach, longest_span_);
 }
@@ -167,7 +171,7 @@ void KeyValueCache::expect(const std::vector<CachedRow>& rows) {
   std::vector<KeyValueStore::Visit> order;
   for (int stage = 0; stage < static_cast<int>(spec_.stages.size()); ++stage) {
     if (!stores(stage)) continue;
-    const std::int64_t reach = config.layer(spec_.stages[static_cast<std::size_t>(stage)].block).reach();
+    const std::int64_t reach = reach_of(stage);
     for (const CachedRow& row : rows)
       for (const CachedSpan& span : row.spans)
         order.push_back(
@@ -222,7 +226,7 @@ bool KeyValueCache::rewind(std::int64_t sequence, std::int64_t tokens) {
   return true;
 }
 
-KeyValueCache::Layer& KeyValueCache::layer_of(int stage, const CachedSpan& span, const Tensor& k, std::int64_t reach) {
+KeyValueCache::Layer& KeyValueCache::layer_of(int stage, const CachedSpan& span, const Tensor& k) {
   const std::int64_t capacity = capacities_.at(static_cast<std::size_t>(span.sequence)),
                      end = span.before + span.length;
   if (end > capacity)
@@ -233,8 +237,8 @@ KeyValueCache::Layer& KeyValueCache::layer_of(int stage, const CachedSpan& span,
   if (layer.tokens != span.before && layer.tokens != end)
     throw Exception(io::ErrorKind::internal, "a sequence goes on where it did not end");
   layer.tokens = end;
-  layer.reach = reach;
-  layer.slots = slots_of(span.sequence, reach);
+  layer.reach = reach_of(stage);
+  layer.slots = slots_of(span.sequence, layer.reach);
   if (stores(stage)) {
     bring(layer, stage, span, k);
     return layer;
@@ -263,7 +267,7 @@ Tensor KeyValueCache::attend(int stage, const Tensor& q, const Tensor& k, const 
   for (const CachedSpan& span : spans) {
     if (stores(stage) && brought.size() >= store_->most_taken()) finish();
     const auto part = [&](const Tensor& x) { return x.narrow(1, span.begin, span.length); };
-    Layer& layer = layer_of(stage, span, k, rules.window > 0 ? rules.window : rules.chunk);
+    Layer& layer = layer_of(stage, span, k);
     if (stores(stage)) brought.emplace_back(&layer, &span);
     const std::int64_t slots = layer.slots, end = span.before + span.length;
     const auto keep_both = [&] {

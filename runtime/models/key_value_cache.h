@@ -58,8 +58,9 @@ class KeyValueCache {
     std::int64_t tokens = 0;  // that came
     std::int64_t reach = 0;   // as LayerSpec has it
   };
-  Layer& layer_of(int stage, const CachedSpan& span, const at::Tensor& k, std::int64_t reach);
+  Layer& layer_of(int stage, const CachedSpan& span, const at::Tensor& k);
   bool stores(int stage) const;
+  std::int64_t reach_of(int stage) const;
   std::int64_t slots_of(std::int64_t sequence, std::int64_t reach) const;
   // From storage, with those of its tokens that are there.
   void bring(Layer& layer, int stage, const CachedSpan& span, const at::Tensor& k);

@@ -22,9 +22,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # the end of each region, beside other tests. Tests of threads set their number themselves.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"
-# Profiles and prepared data of tests are not the user's, and none of earlier runs.
-CACHE = tempfile.TemporaryDirectory(prefix="tierflow-tests-cache-")
-os.environ["XDG_CACHE_HOME"] = CACHE.name
+# Profiles and prepared data of tests are not the user's, and none of earlier runs. Workers share those of the process that began them.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    CACHE = tempfile.TemporaryDirectory(prefix="tierflow-tests-cache-")
+    os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 
 def pytest_report_header():
