@@ -63,7 +63,7 @@ bool JsonFields::is_null(const char* name) const {
 }
 
 void JsonFields::fail(const char* name, const std::string& detail) const {
-  fail_input(where_, fmt::format("{} {}", name, detail));
+  fail_input(where_, fmt::format("{} {}", printable(name), detail));
 }
 
 std::int64_t JsonFields::integer(const char* name, std::int64_t least, std::int64_t most) const {

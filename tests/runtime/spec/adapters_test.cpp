@@ -276,6 +276,7 @@ TEST(AdapterConfig, FoldersOfOthersAreReadWithCare) {
   expect_unread(R"("rank_pattern": {"q_proj": 8.7})", "there: rank_pattern: q_proj");
   expect_unread(R"("rank_pattern": {"q_proj": 1e300})", "there: rank_pattern: q_proj");
   expect_unread(R"("alpha_pattern": {"q_proj": -1})", "there: alpha_pattern: q_proj");
+  expect_unread(R"("rank_pattern": {"q\n\u001b[2J_proj": 0})", "there: rank_pattern: q??[2J_proj is 0");
   expect_unread(R"("layers_to_transform": [-1])", "layers_to_transform");
   expect_unread(R"("layers_pattern": "layers")", "there: layers_pattern stands without layers_to_transform");
   expect_unread(R"("layers_to_transform": 1, "layers_pattern": 7)", "layers_pattern is neither a name nor a list");
