@@ -162,7 +162,7 @@ StreamerOptions options_of(const py::dict& options) {
     } else if (name == "chaos_seed") {
       result.chaos_seed = py::cast<std::uint64_t>(value);
     } else {
-      throw Exception(io::ErrorKind::usage, "unknown option " + name);
+      fail_usage("unknown option " + name);
     }
   }
   return result;

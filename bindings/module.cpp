@@ -23,7 +23,7 @@ using Released = py::call_guard<py::gil_scoped_release>;
 swap::Pass pass_of(const std::string& name) {
   for (const swap::Pass pass : {swap::Pass::forward, swap::Pass::head, swap::Pass::backward, swap::Pass::evaluate})
     if (name == swap::pass_name(pass)) return pass;
-  throw Exception(io::ErrorKind::usage, "no pass is named " + name);
+  fail_usage("no pass is named " + name);
 }
 
 // Python's signals are seen between the pieces of long work.

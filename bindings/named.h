@@ -22,8 +22,7 @@ class Named {
   }
   // Throws Exception (kind usage), with the names that were asked for, where there is one that nothing took.
   void expect_no_more() const {
-    if (taken_ != options_.size())
-      throw Exception(io::ErrorKind::usage, "an option of the session is unknown; there are " + known_);
+    if (taken_ != options_.size()) fail_usage("an option of the session is unknown; there are " + known_);
   }
 
  private:

@@ -141,7 +141,7 @@ Model model_of(const Wanted& wanted) {
   } else if (wanted.method == "galore") {
     model = with_adapters(model, wanted.adapters, wanted.session.seed);
   } else if (wanted.method != "full") {
-    throw Exception(io::ErrorKind::usage, "the method \"" + wanted.method + "\" is none of full, lora, galore");
+    fail_usage("the method \"" + wanted.method + "\" is none of full, lora, galore");
   }
   return wanted.session.loss.pairs() ? without_dropout(model) : model;
 }
@@ -160,8 +160,8 @@ void expect_same_run(const std::string& then, const SessionOptions& now) {
                                       ": make the session as then, or remove state.tfv* there to begin anew"});
 }
 
-// Has the session go on with the state that lies in its folders, where there is one.
-void go_on(SessionOptions& session) {
+// Has the session resume from the state in its folders, if there is one.
+void resume_if_left(SessionOptions& session) {
   if (session.commit_every == 0) return;
   const LeftStore left = find_left_store(session.storage);
   if (left.empty) return discard_store(session.storage);  // of a run that ended before its first commit
@@ -184,12 +184,10 @@ MicroBatch micro_batch_of(const py::dict& given) {
                    .positions = tensor_of(given, "position_ids", torch::kLong),
                    .teacher_ids = tensor_of(given, "teacher_ids", torch::kInt),
                    .teacher_log_probabilities = tensor_of(given, "teacher_log_probabilities", torch::kHalf)};
-  if (!batch.ids.defined() || !batch.labels.defined())
-    throw Exception(io::ErrorKind::usage, "a micro-batch has input_ids and labels");
+  if (!batch.ids.defined() || !batch.labels.defined()) fail_usage("a micro-batch has input_ids and labels");
   // Of each row the tokens up to the last one that the mask counts.
   if (const torch::Tensor mask = tensor_of(given, "attention_mask", torch::kLong); mask.defined()) {
-    if (mask.sizes() != batch.ids.sizes())
-      throw Exception(io::ErrorKind::usage, "a micro-batch's attention_mask has the shape of its input_ids");
+    if (mask.sizes() != batch.ids.sizes()) fail_usage("a micro-batch's attention_mask has the shape of its input_ids");
     const torch::Tensor places = torch::arange(1, mask.size(1) + 1, torch::kLong);
     const torch::Tensor lengths = (mask.ne(0) * places).amax(1).contiguous();
     batch.lengths.assign(lengths.const_data_ptr<std::int64_t>(),
@@ -223,7 +221,7 @@ class PythonSession {
     Wanted wanted = wanted_of(folder, options);
     schedule_ = wanted.schedule;
     const py::gil_scoped_release released;
-    go_on(wanted.session);
+    resume_if_left(wanted.session);
     const Model model = model_of(wanted);
     LossRule& loss = wanted.session.loss;
     loss.base_is_reference =
@@ -235,7 +233,7 @@ class PythonSession {
   PythonSession& operator=(const PythonSession&) = delete;
 
   Session& session() const {
-    if (session_ == nullptr) throw Exception(io::ErrorKind::usage, "the session is closed");
+    if (session_ == nullptr) fail_usage("the session is closed");
     return *session_;
   }
   // Commits what is not committed yet, where steps are; discard: the state goes.

@@ -12,8 +12,8 @@ PlanChecker::PlanChecker(const Layout& layout, const Arrangement& arrangement)
     for (const int unit : stage.units) parts_[unit] += stage.computations(arrangement.micro_batches);
 }
 
-io::Error PlanChecker::train_step(const Plan& plan, bool pending, bool commits, Updates updates, StepRows rows) {
-  begin_step(pending, commits, updates, std::move(rows));
+io::Error PlanChecker::train_step(const Plan& plan, bool pending, bool commits, Updates updates, SparseChunks sparse) {
+  begin_step(pending, commits, updates, std::move(sparse));
   return finish(plan);
 }
 
@@ -27,15 +27,15 @@ void PlanChecker::begin_undo() {
   for (const Chunk& chunk : layout_.chunks()) {
     if (!chunk.trainable) continue;
     --due_[chunk.id];
-    if (rows_.uses(chunk)) rules_.go_back(chunk.id);
+    if (sparse_.uses(chunk)) rules_.go_back(chunk.id);
   }
   begin_plan({.undoes = true});
   if (!speculated) ledger_.wrong("undoes a step that was not speculative");
 }
 
-io::Error PlanChecker::flush(const Plan& plan, bool pending, StepRows rows) {
+io::Error PlanChecker::flush(const Plan& plan, bool pending, SparseChunks sparse) {
   deferred_step_ = step_;
-  begin_plan({.deferred_updates = pending ? 1 : 0}, std::move(rows));
+  begin_plan({.deferred_updates = pending ? 1 : 0}, std::move(sparse));
   return finish(plan);
 }
 
@@ -44,7 +44,7 @@ io::Error PlanChecker::evaluate(const Plan& plan) {
   return finish(plan);
 }
 
-void PlanChecker::begin_step(bool pending, bool commits, Updates updates, StepRows rows) {
+void PlanChecker::begin_step(bool pending, bool commits, Updates updates, SparseChunks sparse) {
   deferred_step_ = step_++;
   const bool speculates = updates == Updates::at_once;
   begin_plan({.deferred_updates = pending ? 1 : 0,
@@ -53,12 +53,12 @@ void PlanChecker::begin_step(bool pending, bool commits, Updates updates, StepRo
               .items = 1,
               .commits = commits || speculates ? 1 : 0,
               .speculates = speculates},
-             std::move(rows));
+             std::move(sparse));
 }
 
-void PlanChecker::begin_plan(const Expected& expected, StepRows rows) {
+void PlanChecker::begin_plan(const Expected& expected, SparseChunks sparse) {
   expected_ = expected;
-  rows_ = std::move(rows);
+  sparse_ = std::move(sparse);
   ledger_.begin_plan();
   rules_.begin_plan();
   commits_ = 0;
@@ -68,8 +68,8 @@ void PlanChecker::begin_plan(const Expected& expected, StepRows rows) {
   used_version_.clear();
   for (const Chunk& chunk : layout_.chunks()) {
     if (arrangement_.deferred[chunk.id]) due_[chunk.id] += expected.deferred_updates;
-    const bool moved = rows_.uses(chunk) || rows_.catches_up(chunk) ||
-                       (rows_.owes(chunk) && arrangement_.deferred[chunk.id] && expected.deferred_updates != 0);
+    const bool moved = sparse_.uses(chunk) || sparse_.catches_up(chunk) ||
+                       (sparse_.owes(chunk) && arrangement_.deferred[chunk.id] && expected.deferred_updates != 0);
     used_version_.push_back(moved ? due_[chunk.id] : rules_.version(chunk.id));
   }
 }
@@ -109,8 +109,8 @@ io::Error PlanChecker::finish(const Plan& rest) {
   for (const Chunk& chunk : layout_.chunks()) {
     const int updated = rules_.updated(chunk.id), measured = rules_.measured(chunk.id);
     const bool in_backward = chunk.trainable && !defers(chunk.id);
-    const int owed = arrangement_.deferred[chunk.id] && rows_.owes(chunk) ? expected_.deferred_updates : 0,
-              own = in_backward && rows_.uses(chunk) ? expected_.updates : 0;
+    const int owed = arrangement_.deferred[chunk.id] && sparse_.owes(chunk) ? expected_.deferred_updates : 0,
+              own = in_backward && sparse_.uses(chunk) ? expected_.updates : 0;
     if (in_backward) due_[chunk.id] += expected_.updates;
     if (chunk.sparse && !expected_.undoes && rules_.version(chunk.id) != used_version_[chunk.id] + own)
       ledger_.wrong("chunk " + std::to_string(chunk.id) + " has not what it missed");
@@ -120,7 +120,7 @@ io::Error PlanChecker::finish(const Plan& rest) {
       if (expected_.undoes && chunk.trainable &&
           ledger_.home(kind, chunk.id).content.version != rules_.version(chunk.id))
         ledger_.wrong("chunk " + std::to_string(chunk.id) + " is not what it was before the step");
-    if (measured != (defers(chunk.id) && rows_.uses(chunk) ? expected_.measurements : 0))
+    if (measured != (defers(chunk.id) && sparse_.uses(chunk) ? expected_.measurements : 0))
       ledger_.wrong("chunk " + std::to_string(chunk.id) + " was measured " + std::to_string(measured) + " times");
   }
   for (std::size_t item = 0; item < made_.size(); ++item)
@@ -213,7 +213,7 @@ void PlanChecker::compute(const Task& task, const Plan& plan) {
     if (weights && visit.weights[position] == kNowhere) return ledger_.wrong("the visit has no weights");
     if (weights)
       for (const Chunk& chunk : layout_.chunks_of(unit))
-        if (rows_.uses(chunk))
+        if (sparse_.uses(chunk))
           ledger_.read_device(visit.weights[position] + chunk.word_place(), chunk.word_bytes(),
                               {What::words, chunk.id, used_version_[chunk.id]});
     if (gradients && layout_.gradient_bytes(unit) != 0) sum_gradient(task, visit, position, unit);
@@ -260,7 +260,7 @@ void PlanChecker::expect_applied(int chunk) {
 }
 
 void PlanChecker::catch_up(const Task& task) {
-  if (!rows_.catches_up(layout_.chunks()[task.chunk]) || owes(task.chunk))
+  if (!sparse_.catches_up(layout_.chunks()[task.chunk]) || owes(task.chunk))
     ledger_.wrong("catches up with what the chunk has not missed");
   rules_.catch_up(task, due_[task.chunk]);
 }

@@ -30,12 +30,12 @@ class PlanChecker {
   // Each call takes the next plan of the run, as Planner made it with the same arguments. An error names the task and
   // what is wrong with it. It is of kind corruption: a defect of the planner, never the user's fault.
   io::Error train_step(const Plan& plan, bool pending, bool commits = false, Updates updates = Updates::as_arranged,
-                       StepRows rows = {});
+                       SparseChunks sparse = {});
   io::Error undo(const Plan& plan);
-  io::Error flush(const Plan& plan, bool pending = true, StepRows rows = {});
+  io::Error flush(const Plan& plan, bool pending = true, SparseChunks sparse = {});
   io::Error evaluate(const Plan& plan);
   // The same as train_step() for a plan that comes in parts: play() takes each part, and finish() the rest.
-  void begin_step(bool pending, bool commits, Updates updates = Updates::as_arranged, StepRows rows = {});
+  void begin_step(bool pending, bool commits, Updates updates = Updates::as_arranged, SparseChunks sparse = {});
   void begin_undo();  // the same for undo()
   void play(const Plan& part);
   io::Error finish(const Plan& rest);
@@ -49,7 +49,7 @@ class PlanChecker {
     bool undoes = false;      // the speculative step before
   };
 
-  void begin_plan(const Expected& expected, StepRows rows = {});
+  void begin_plan(const Expected& expected, SparseChunks sparse = {});
   void move(const Task& task);
   void move_item(const Task& task);
   const Item* item_of(const Task& task);
@@ -65,7 +65,7 @@ class PlanChecker {
   bool has_slot(const Task& task) const;
   // Whether the chunk's next update is the one that the step before deferred.
   bool owes(int chunk) const {
-    return arrangement_.deferred[chunk] && rows_.owes(layout_.chunks()[chunk]) &&
+    return arrangement_.deferred[chunk] && sparse_.owes(layout_.chunks()[chunk]) &&
            rules_.updated(chunk) < expected_.deferred_updates;
   }
   bool defers(int chunk) const { return arrangement_.deferred[chunk] && !expected_.speculates; }
@@ -79,7 +79,7 @@ class PlanChecker {
   UpdateRules rules_;
   Expected expected_;
   std::vector<int> parts_;         // by unit: of how many computations its gradient is the sum
-  StepRows rows_;                  // of the plan
+  SparseChunks sparse_;            // of the plan
   std::vector<int> due_;           // by chunk: the updates that it has had, or missed, before the plan's own
   std::vector<int> used_version_;  // by chunk: the version that whoever computes must see
   std::vector<int> made_, read_;   // by item: how often in this plan

@@ -176,7 +176,7 @@ Executor::~Executor() {
   impl_->stop();
 }
 
-void Executor::append(Plan plan, std::shared_ptr<HostWork> work) {
+void Executor::append(Plan plan, std::shared_ptr<UpdateWork> work) {
   Impl& impl = *impl_;
   std::lock_guard lock(impl.mutex);
   const auto visits = std::make_shared<const std::vector<Visit>>(std::move(plan.visits));
@@ -253,7 +253,7 @@ io::Error Executor::leave() {
   return impl.error;
 }
 
-io::Result<Entered> Executor::need(Plan plan, std::shared_ptr<HostWork> work) {
+io::Result<Entered> Executor::need(Plan plan, std::shared_ptr<UpdateWork> work) {
   if (io::Error error = leave()) return error;
   if (plan.visits.empty()) return io::Error{.kind = io::ErrorKind::usage, .operation = "need", .detail = "no part"};
   const int stage = plan.visits.front().stage;

@@ -36,9 +36,9 @@ struct ElementRange {
 
 // The client's work on the update lane. It is called for one chunk at a time, on the lane's own thread. An exception
 // from it ends the run with an error of kind internal (memory for std::bad_alloc).
-class HostWork {
+class UpdateWork {
  public:
-  virtual ~HostWork() = default;
+  virtual ~UpdateWork() = default;
   // gradient: chunk.elements bf16. Called once for each chunk and step if gradients are staged.
   virtual io::Error measure(const Chunk& chunk, std::span<const std::byte> gradient) = 0;
   // Where the chunk's gradient, which is computed now, consists of zeros: ranges in their order, none touching another.
@@ -86,7 +86,7 @@ struct Entered {
 // busy_seconds of copies, of computation and of updates on the device are by the device's clock, without the time that
 // they waited. Computation and copies count once the device has done them; what the host and the drives do counts while
 // they do it.
-// left_out: bytes of gradients that were not moved, because they are zeros (HostWork::zero_gradient()).
+// left_out: bytes of gradients that were not moved, because they are zeros (UpdateWork::zero_gradient()).
 struct LaneCounters {
   std::uint64_t tasks = 0, bytes = 0, left_out = 0;
   double busy_seconds = 0;
@@ -107,7 +107,7 @@ class Executor {
   ~Executor();  // drains
 
   // Continues the run with a plan; `work` serves its update lane. Never blocks.
-  void append(Plan plan, std::shared_ptr<HostWork> work);
+  void append(Plan plan, std::shared_ptr<UpdateWork> work);
 
   // enter(), leave() and need() are for one client thread. enter() waits until the next compute task of the plan may
   // start; this task must be the one that the arguments name.
@@ -115,7 +115,7 @@ class Executor {
   io::Error leave();
   // Inside of a visit: continues the run with the plan of a further part, as append() does, and waits until that part
   // may start. What enter() returned is then no longer valid. leave() ends the visit.
-  io::Result<Entered> need(Plan plan, std::shared_ptr<HostWork> work);
+  io::Result<Entered> need(Plan plan, std::shared_ptr<UpdateWork> work);
 
   // Waits until every gradient that was planned so far is measured or applied, and the device has computed what was
   // entered.

@@ -15,7 +15,7 @@ using Clock = std::chrono::steady_clock;
 
 struct Node {
   Task task;
-  std::shared_ptr<HostWork> work;
+  std::shared_ptr<UpdateWork> work;
   std::shared_ptr<const std::vector<Visit>> visits;
   int waiting = 0;
   std::uint64_t left_out = 0;  // of its bytes, those that were not moved

@@ -72,9 +72,9 @@ bool Fetcher::fetch(Visit& visit, bool forced) {
     const Slot slot = there ? Slot{} : slot_of(unit);
     for (const Chunk& chunk : layout_.chunks_of(unit)) {
       const int id = chunk.id;
-      const bool owed = owes(unit) && arrangement_.deferred[id] && rows_.owes(chunk),
-                 on_device = owed && arrangement_.on_device[id], missed = rows_.catches_up(chunk),
-                 comes = !there && rows_.uses(chunk);
+      const bool owed = owes(unit) && arrangement_.deferred[id] && sparse_.owes(chunk),
+                 on_device = owed && arrangement_.on_device[id], missed = sparse_.catches_up(chunk),
+                 comes = !there && sparse_.uses(chunk);
       if (!comes && !owed && !missed) continue;
       const HostRef words = there ? emitter_.place(ExtentKind::hi, id) : bring(chunk, slot);
       if (owed && !on_device) emitter_.update(id, words, emitter_.read_gradient(id, owed_[unit] == Owed::sum));
@@ -140,7 +140,7 @@ void Fetcher::apply_owed(int unit) {
   }
   invalidate(unit);
   for (const Chunk& chunk : layout_.chunks_of(unit)) {
-    if (!arrangement_.deferred[chunk.id] || !rows_.owes(chunk)) continue;
+    if (!arrangement_.deferred[chunk.id] || !sparse_.owes(chunk)) continue;
     const HostRef words = emitter_.read(ExtentKind::hi, chunk.id);
     emitter_.update(chunk.id, words, emitter_.read_gradient(chunk.id, owed_[unit] == Owed::sum));
   }
@@ -150,13 +150,13 @@ void Fetcher::apply_owed(int unit) {
 void Fetcher::catch_up() {
   for (const int id : layout_.sparse_chunks()) {
     const Chunk& chunk = layout_.chunks()[id];
-    if (rows_.catches_up(chunk)) emitter_.catch_up(id, emitter_.read(ExtentKind::hi, id));
+    if (sparse_.catches_up(chunk)) emitter_.catch_up(id, emitter_.read(ExtentKind::hi, id));
   }
 }
 
-void Fetcher::take_rows(StepRows rows) {
-  const bool whole = rows_.used.empty() && rows_.missed.empty() && rows.used.empty() && rows.missed.empty();
-  rows_ = std::move(rows);
+void Fetcher::set_sparse(SparseChunks sparse) {
+  const bool whole = sparse_.used.empty() && sparse_.missed.empty() && sparse.used.empty() && sparse.missed.empty();
+  sparse_ = std::move(sparse);
   if (whole) return;
   for (const int id : layout_.sparse_chunks()) invalidate(layout_.chunks()[id].unit);
 }

@@ -15,7 +15,7 @@ inline constexpr int kLookahead = 4;  // visits fetched ahead, if the weight rin
 
 // Which sparse chunks (GroupShape) a plan moves and updates. Each list is by chunk, and only its entries for sparse
 // chunks count. Empty lists: the plan uses every chunk, and each has had every update.
-struct StepRows {
+struct SparseChunks {
   std::vector<bool> used;     // the computation uses it: it comes to the device, and has a gradient in a step
   std::vector<bool> missed;   // it has missed updates, which this plan replays, whether it is used or not
   std::vector<bool> waiting;  // its update is among those that the step before deferred
@@ -56,10 +56,10 @@ class Fetcher {
   }
   std::uint64_t bytes_of(const std::vector<int>& units) const;
 
-  // From here on plans use these rows. The device's copies of sparse units are given up, unless all of their chunks
-  // were used before and all are used now.
-  void take_rows(StepRows rows);
-  const StepRows& rows() const { return rows_; }
+  // From here on plans use these sparse chunks. The device's copies of sparse units are given up, unless all of their
+  // chunks were used before and all are used now.
+  void set_sparse(SparseChunks sparse);
+  const SparseChunks& sparse() const { return sparse_; }
   void owe(int unit, Owed update) { owed_[unit] = update; }
   bool owes(int unit) const { return owed_[unit] != Owed::nothing; }
   // Emits the update that the unit owes. If the unit's state stays on the device, the update runs there, and the words
@@ -91,7 +91,7 @@ class Fetcher {
   UnitUse use_;
   UnitCache cache_;
   std::uint64_t leaving_ = 0;  // about the use of the most used units that leave the device
-  StepRows rows_;
+  SparseChunks sparse_;
   std::vector<Owed> owed_;             // by unit
   std::vector<std::uint64_t> places_;  // by unit, if the ring has room for all units but those on demand; else empty
 };

@@ -32,7 +32,7 @@ struct GroupShape {
   std::uint32_t state_bytes_block = 0;    // further state for each block of 256 parameters
   std::string precision;                  // named in the manifest
   // Only where it is trainable: a step may use a part of it. The group is cut into the smallest chunks, of
-  // kChunkQuantum elements each. A step neither moves nor updates the chunks that it does not use (StepRows in
+  // kChunkQuantum elements each. A step neither moves nor updates the chunks that it does not use (SparseChunks in
   // fetcher.h).
   bool sparse = false;
 

@@ -27,11 +27,11 @@ Planner::Planner(const Layout& layout, const Arrangement& arrangement)
   }
 }
 
-Plan Planner::train_step(bool pending, bool commits, Updates updates, StepRows rows) {
+Plan Planner::train_step(bool pending, bool commits, Updates updates, SparseChunks sparse) {
   updates_ = updates;
-  const bool updates_first = pending || rows.any_missed();
+  const bool updates_first = pending || sparse.any_missed();
   if (commits && !updates_first) emitter_.commit();
-  fetcher_.take_rows(std::move(rows));
+  fetcher_.set_sparse(std::move(sparse));
   for (const int unit : deferring_) fetcher_.owe(unit, pending ? Owed::gradient : Owed::nothing);
   gradient_of_.assign(layout_.units().size(), kNowhere);
   const int stages = static_cast<int>(layout_.stages().size());
@@ -43,7 +43,7 @@ Plan Planner::train_step(bool pending, bool commits, Updates updates, StepRows r
 }
 
 Plan Planner::evaluate(int micro_batches, bool another) {
-  fetcher_.take_rows({});
+  fetcher_.set_sparse({});
   const int stages = static_cast<int>(layout_.stages().size()), expected = another ? std::min(stages, kLookahead) : 0;
   std::vector<Visit> visits;
   for (int visit = 0; visit < stages + expected; ++visit)
@@ -51,8 +51,8 @@ Plan Planner::evaluate(int micro_batches, bool another) {
   return run(std::move(visits), micro_batches, false, expected);
 }
 
-Plan Planner::flush(bool pending, StepRows rows) {
-  fetcher_.take_rows(std::move(rows));
+Plan Planner::flush(bool pending, SparseChunks sparse) {
+  fetcher_.set_sparse(std::move(sparse));
   for (const int unit : deferring_) fetcher_.owe(unit, pending ? Owed::gradient : Owed::nothing);
   emitter_.serve(Pass::forward);
   for (const int unit : deferring_) fetcher_.apply_owed(unit);
@@ -215,7 +215,7 @@ void Planner::take_gradients(const Visit& visit) {
     if (layout_.first_user(units[i]) != visit.stage) continue;
     bool stale = false;  // the words on the device
     for (const Chunk& chunk : layout_.trainable_chunks_of(units[i])) {
-      if (!fetcher_.rows().uses(chunk)) continue;
+      if (!fetcher_.sparse().uses(chunk)) continue;
       const int id = chunk.id;
       const std::uint64_t gradient_at = visit.gradients[i] + 4 * chunk.first,
                           words_at = visit.weights[i] == kNowhere ? kNowhere : visit.weights[i] + chunk.word_place();

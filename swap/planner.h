@@ -36,9 +36,9 @@ class Planner {
   // commits: when those updates have run, the state after the step before becomes a durable generation, while the rest
   // of this step runs. No extent of that generation is overwritten before it is durable. With Updates::at_once,
   // `commits` must be true.
-  // rows: which sparse chunks the step uses. The updates that they have missed also run ahead of the forward, and
+  // sparse: which sparse chunks the step uses. The updates that they have missed also run ahead of the forward, and
   // before the commit.
-  Plan train_step(bool pending, bool commits = false, Updates updates = Updates::as_arranged, StepRows rows = {});
+  Plan train_step(bool pending, bool commits = false, Updates updates = Updates::as_arranged, SparseChunks sparse = {});
   // After Store::go_back() for a speculative step: reads back what is resident.
   Plan undo();
   // Forward only, for one evaluation of `micro_batches` micro-batches. another: a further evaluation probably follows,
@@ -46,7 +46,7 @@ class Planner {
   Plan evaluate(int micro_batches, bool another = false);
   // Without a step: runs the pending updates of the step before, if there are any, and the updates that sparse chunks
   // have missed.
-  Plan flush(bool pending = true, StepRows rows = {});
+  Plan flush(bool pending = true, SparseChunks sparse = {});
   // From now on plans are handed over in parts, and the functions above return only the rest. So the plan of a large
   // model need not be in memory as a whole.
   void stream_parts_to(TaskEmitter::TakePart take) { emitter_.stream_parts_to(std::move(take)); }

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import queue
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -16,10 +14,11 @@ from torch import nn
 
 from . import _native
 from .ambient import autocast_as, autocast_state
-from .losses import loss_named, switches, without_adapters
+from .lanes import MicroBatchLane, TurnCall
+from .losses import loss_named, switches
 from .model import engine_of
 from .optim import AdamW
-from .turns import Frame, Turn, local
+from .turns import Frame, Turn
 
 log = logging.getLogger("tierflow")
 
@@ -34,126 +33,6 @@ class StepResult:
     seconds: float
 
 
-class _Stop(BaseException):
-    """Unwinds a micro-batch whose step has failed elsewhere."""
-
-
-@dataclasses.dataclass
-class _Call:
-    """One turn of one micro-batch: what it read (with the graph that leads there) and what came out, as new leaves."""
-
-    frame: Frame
-    inputs: list[torch.Tensor]
-    outs: list[torch.Tensor]
-
-
-class _Lane:
-    """A micro-batch: a thread that runs the model's own code, stopping at every turn. One lane runs at a time; turns are taken by the driver.
-
-    An interrupt reaches the driver between any two lines, so that it can leave a lane running, or asked and not woken: what counts are the two numbers,
-    each of which one side alone writes; what the queues bring only says that they may have changed.
-    """
-
-    def __init__(self) -> None:
-        self._go: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._came: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._work: Callable[[], Any] | None = None
-        self._asked = 0  # by the driver: how often it was to run
-        self._served = 0  # by the lane: how often it did. Equal: it rests, and the driver may touch it
-        self._unfinished = False  # by the lane: it rests within its work
-        self.frame: Frame | None = None  # the turn it waits for
-        self.answer: Any = None
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.stopping = False
-        self.calls: list[_Call] = []
-        self.turns = 0  # that it took
-        self.off: list[Any] = []  # layers whose adapters are off while it runs
-        threading.Thread(target=self._run, name="tierflow micro-batch", daemon=True).start()
-
-    def _run(self) -> None:
-        local.lane = self
-        while True:
-            self._sleep()
-            if self._work is None:
-                return
-            self._unfinished = True
-            try:
-                self.result = self._work()
-            except _Stop:
-                pass
-            except BaseException as error:
-                self.error = error
-            self._unfinished = False
-            self._rest()
-
-    def _sleep(self) -> None:
-        while self._served == self._asked:
-            self._go.get()
-
-    def _rest(self) -> None:
-        self._served += 1
-        self._came.put(None)
-
-    def _wake(self) -> None:
-        self._asked = self._served + 1
-        self._wait()
-
-    def _wait(self) -> None:
-        self._go.put(None)
-        while self._served != self._asked:
-            self._came.get()
-
-    def begin(self, work: Callable[[], Any]) -> None:
-        self.stop()  # an interrupt may have left it where it was
-        self._work, self.result, self.stopping, self.turns = work, None, False, 0
-        self.go_on()
-
-    def go_on(self, answer: Any = None) -> None:
-        """Runs until the next turn, or the end."""
-        self.frame, self.answer = None, answer
-        with without_adapters(self.off):
-            self._wake()
-        if self.error is not None:
-            raise self.error
-
-    def pass_by(self) -> None:
-        """A turn without a graph, and on to the next."""
-        self.turns += 1
-        with without_adapters(self.off):
-            answer = self.at().call()
-        self.go_on(answer)
-
-    def at(self) -> Frame:
-        """The turn that it waits for."""
-        if self.frame is None:
-            raise RuntimeError("the micro-batch is at its end")
-        return self.frame
-
-    def call(self, frame: Frame) -> Any:
-        """In the lane's thread: a turn."""
-        if self.stopping:
-            raise _Stop
-        self.frame = frame
-        self._rest()
-        self._sleep()
-        if self.stopping:
-            raise _Stop
-        return self.answer
-
-    def stop(self) -> None:
-        self.stopping = True
-        self._wait()
-        while self._unfinished:
-            self._wake()
-        self.frame, self.error, self.calls = None, None, []
-
-    def end(self) -> None:
-        self._work = None
-        self._asked = self._served + 1
-        self._go.put(None)
-
-
 @dataclasses.dataclass
 class _Beside:
     """What is computed of micro-batches without adapters, beside what is computed of them with: a loss's reference."""
@@ -165,7 +44,7 @@ class _Beside:
     off: list[Any] = dataclasses.field(default_factory=list)  # layers with adapters
     of_lane: dict[int, Any] = dataclasses.field(default_factory=dict)
 
-    def note(self, lane: _Lane) -> None:
+    def note(self, lane: MicroBatchLane) -> None:
         """Where a lane of these is at its end: its micro-batch has what it found."""
         if lane.frame is None and (batch := self.of_lane.pop(id(lane), None)) is not None:
             batch[self.name], lane.result = lane.result, None
@@ -186,7 +65,7 @@ class Trainer:
     def __init__(
         self, model: nn.Module, opt: AdamW, *, loss: Callable[[nn.Module, Any], torch.Tensor] | str | None = None, clip: float | None = 1.0
     ) -> None:
-        self._lanes: list[_Lane] = []
+        self._lanes: list[MicroBatchLane] = []
         self.model, self.opt, self.clip = model, opt, clip
         self.engine = engine_of(model)
         named = loss_named(loss) if isinstance(loss, str) else loss
@@ -282,7 +161,7 @@ class Trainer:
                         "with adapters in layers alone, or in tierflow.Session, it is computed in the step's visits")  # fmt: skip
         self._said = True
 
-    def _begun_beside(self, beside: _Beside, lanes: list[_Lane]) -> list[_Lane]:
+    def _begun_beside(self, beside: _Beside, lanes: list[MicroBatchLane]) -> list[MicroBatchLane]:
         """The lanes that compute it. They pass each module ahead of the others, in the same visit."""
         for lane, batch in zip(lanes, beside.batches, strict=True):
             lane.off = beside.off
@@ -291,9 +170,9 @@ class Trainer:
             beside.note(lane)
         return lanes
 
-    def _lanes_for(self, count: int) -> list[_Lane]:
+    def _lanes_for(self, count: int) -> list[MicroBatchLane]:
         while len(self._lanes) < count:
-            self._lanes.append(_Lane())
+            self._lanes.append(MicroBatchLane())
         for lane in self._lanes:
             lane.off = []
         return self._lanes[:count]
@@ -304,7 +183,7 @@ class Trainer:
             return float(torch.nn.utils.clip_grad_norm_(parameters, self.clip))
         return float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
-    def _run(self, lanes: list[_Lane], others: list[_Lane], beside: _Beside) -> float:
+    def _run(self, lanes: list[MicroBatchLane], others: list[MicroBatchLane], beside: _Beside) -> float:
         autocast, count = autocast_state(self.engine.device.type), len(lanes)
 
         def work(batch: Any) -> Callable[[], torch.Tensor]:
@@ -330,7 +209,7 @@ class Trainer:
                 elif turn.number == self._head and lane.at().needs_graph:
                     self._take_head(turn, lane, lanes, losses, count)
                 else:
-                    lane.go_on(self._take(lane))
+                    lane.resume(self._take(lane))
                     self._finish(lane, lanes, losses, count)
         self._learn(lanes)
         while waiting := [lane for lane in lanes if lane.calls]:
@@ -340,7 +219,7 @@ class Trainer:
                 self._back(lane.calls.pop(), keep=self._keeps(turn) and position + 1 < len(group))
         return sum(losses.values()) / count
 
-    def _take(self, lane: _Lane) -> Any:
+    def _take(self, lane: MicroBatchLane) -> Any:
         """A forward visit for one micro-batch."""
         frame = lane.at()
         lane.turns += 1
@@ -350,13 +229,13 @@ class Trainer:
             outs = frame.forward([t.detach() for t in frame.tensors])
         return self._record(lane, frame, outs)
 
-    def _record(self, lane: _Lane, frame: Frame, outs: list[torch.Tensor]) -> Any:
+    def _record(self, lane: MicroBatchLane, frame: Frame, outs: list[torch.Tensor]) -> Any:
         leaves = [out.detach().requires_grad_(out.is_floating_point()) for out in outs]
-        lane.calls.append(_Call(frame, frame.tensors, leaves))
+        lane.calls.append(TurnCall(frame, frame.tensors, leaves))
         frame.tensors = []
         return frame.result(leaves)
 
-    def _take_head(self, turn: Turn, lane: _Lane, lanes: list[_Lane], losses: dict[int, float], count: int) -> None:
+    def _take_head(self, turn: Turn, lane: MicroBatchLane, lanes: list[MicroBatchLane], losses: dict[int, float], count: int) -> None:
         """The last module: forward, loss and backward of one micro-batch in one visit, without recomputation."""
         frame = lane.at()
         lane.turns += 1
@@ -370,7 +249,7 @@ class Trainer:
             answer = self._record(lane, frame, outs)
             call = lane.calls[-1]
             self.engine.active = None  # the lane's own code may not take turns now; if it asks for one, it waits
-            lane.go_on(answer)
+            lane.resume(answer)
             self.engine.active = turn
             if lane.frame is not None:  # not the last after all: this call is an ordinary one
                 self._head = None
@@ -380,7 +259,7 @@ class Trainer:
         lane.calls.pop()
         self._pass_on(call, grads)
 
-    def _finish(self, lane: _Lane, lanes: list[_Lane], losses: dict[int, float], count: int) -> None:
+    def _finish(self, lane: MicroBatchLane, lanes: list[MicroBatchLane], losses: dict[int, float], count: int) -> None:
         """Where the micro-batch has its loss: its gradient, back to the last module's output."""
         if lane.frame is not None:
             return
@@ -392,7 +271,7 @@ class Trainer:
             raise _native.UsageError("the loss needs no gradient: is every parameter frozen, or is the loss detached?")
         (loss / count).backward(retain_graph=bool(lane.calls))
 
-    def _back(self, call: _Call, keep: bool) -> None:
+    def _back(self, call: TurnCall, keep: bool) -> None:
         grads = [leaf.grad for leaf in call.outs]
         if all(grad is None for grad in grads):
             return
@@ -400,7 +279,7 @@ class Trainer:
             stack.enter_context(autocast_as(call.frame.autocast))
             self._pass_on(call, call.frame.backward(call.inputs, grads, keep))
 
-    def _pass_on(self, call: _Call, grads: list[torch.Tensor | None]) -> None:
+    def _pass_on(self, call: TurnCall, grads: list[torch.Tensor | None]) -> None:
         """Gradients of a call's inputs, through the model's code between the modules, to the outputs they came from."""
         pairs = [(t, grad) for t, grad in zip(call.inputs, grads, strict=True) if t.requires_grad and grad is not None]
         if pairs:
@@ -410,7 +289,7 @@ class Trainer:
         """Whether gradients of all micro-batches may add up on the device: nothing else adds to them."""
         return turn.number not in self._multiple and not any(self.engine.shared[unit] for unit in turn.units)
 
-    def _learn(self, lanes: list[_Lane]) -> None:
+    def _learn(self, lanes: list[MicroBatchLane]) -> None:
         """What the next step may rely on: modules that run once, and which comes last."""
         self._multiple = set()
         for lane in lanes:

@@ -152,8 +152,7 @@ std::uint64_t DeviceMemory::mapped_bytes() {
 void expect_default_stream(c10::Device device) {
   const c10::impl::VirtualGuardImpl torch(device.type());
   if (torch.getStream(device) != torch.getDefaultStream(device))
-    throw Exception(io::ErrorKind::usage,
-                    "a streamed model computes on torch's default stream: call it outside of torch.cuda.stream(...)");
+    fail_usage("a streamed model computes on torch's default stream: call it outside of torch.cuda.stream(...)");
 }
 
 }  // namespace tierflow

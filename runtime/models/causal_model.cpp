@@ -8,8 +8,7 @@ namespace tierflow::models {
 namespace {
 
 [[noreturn]] void fail_head() {
-  throw Exception(io::ErrorKind::usage,
-                  "the head gives a loss and no carry: call head_scores or head_loss_and_backward");
+  fail_usage("the head gives a loss and no carry: call head_scores or head_loss_and_backward");
 }
 
 Targets targets_of(const Shared& shared) {

@@ -19,7 +19,7 @@ namespace {
 ModelSpec one_layer(const ModelConfig& config, std::int64_t layer) {
   ModelSpec spec{.config = config, .tiling = Tiling::none()};
   ModelConfig& c = spec.config;
-  const auto refuse = [&](const std::string& why) { throw Exception(io::ErrorKind::usage, why); };
+  const auto refuse = [&](const std::string& why) { fail_usage(why); };
   if (layer < 0 || layer >= c.layers) refuse("the config has no layer " + std::to_string(layer));
   if (c.layer(layer).experts) refuse("its MLP is a mixture of experts");
   if (c.query_scaling.strength > 0) refuse("its queries are scaled by their position");
@@ -38,7 +38,7 @@ void add_adapters(ModelSpec& spec, UnitSpec& unit, const std::vector<DecoderLaye
   for (const DecoderLayer::Adapter& adapter : adapters) {
     const auto weight = std::ranges::find(unit.tensors, adapter.module + ".weight", &TensorSpec::role);
     if (weight == unit.tensors.end() || weight->shape.size() != 2)
-      throw Exception(io::ErrorKind::usage, "a decoder layer without a linear layer " + adapter.module);
+      fail_usage("a decoder layer without a linear layer " + adapter.module);
     const std::int64_t in = weight->shape[spec.config.transposed ? 0 : 1],
                        out = weight->shape[spec.config.transposed ? 1 : 0];
     const std::string name = weight->name.substr(0, weight->name.size() - std::string_view(".weight").size());
@@ -122,12 +122,11 @@ DecoderLayer::DecoderLayer(const ModelConfig& config, std::int64_t layer, const 
   add_adapters(spec, unit, adapters, dropout);
   for (const TensorSpec& tensor : unit.tensors) {
     const auto found = std::find(roles.begin(), roles.end(), tensor.role);
-    if (found == roles.end()) throw Exception(io::ErrorKind::usage, "a decoder layer without " + tensor.role);
+    if (found == roles.end()) fail_usage("a decoder layer without " + tensor.role);
     order_.push_back(static_cast<std::size_t>(found - roles.begin()));
     products_.push_back(tensor.shape.size() > 1 && tensor.init == Init::normal);
   }
-  if (order_.size() != roles.size())
-    throw Exception(io::ErrorKind::usage, "a decoder layer with parameters that are not its own");
+  if (order_.size() != roles.size()) fail_usage("a decoder layer with parameters that are not its own");
   model_ = make_decoder(std::move(spec));
 }
 

@@ -74,8 +74,8 @@ Carry Embedding::forward(const Weights& weights, const Carry& carry, const Share
     const at::Tensor& table = weights[static_cast<std::size_t>(positions_)];
     const std::int64_t longest = shared.longest();
     if (longest > max_positions_) {
-      throw Exception(io::ErrorKind::usage, "sequences of " + std::to_string(longest) + " tokens exceed the model's " +
-                                                std::to_string(max_positions_) + " positions");
+      fail_usage("sequences of " + std::to_string(longest) + " tokens exceed the model's " +
+                 std::to_string(max_positions_) + " positions");
     }
     hidden = hidden + (shared.positions.defined() ? at::embedding(table, shared.positions + offset_)
                                                   : table.narrow(0, offset_, longest));

@@ -186,7 +186,7 @@ void KeyValueCache::bring(Layer& layer, int stage, const CachedSpan& span, const
   const std::int64_t heads = k.size(2), dim = k.size(3),
                      slab = static_cast<std::int64_t>(store_->of_slab(stage)) / kWordBytes;
   if (k.element_size() != kWordBytes || layer.slots * dim > slab)
-    throw Exception(io::ErrorKind::usage, "a sequence is longer than those that SessionOptions::cache was made of");
+    fail_usage("a sequence is longer than those that SessionOptions::cache was made of");
   std::byte* memory = store_->take({.stage = stage,
                                     .sequence = span.sequence,
                                     .part = part_of_tokens(0, span.before, layer.slots, dim * kWordBytes)});

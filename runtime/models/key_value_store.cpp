@@ -147,7 +147,7 @@ void KeyValueStore::wait_for(std::unique_lock<std::mutex>& lock, const Key& key)
 
 std::byte* KeyValueStore::take(const Visit& visit) {
   if (visit.sequence >= shape_.sequences)
-    throw Exception(io::ErrorKind::usage, "more sequences are generated at once than SessionOptions::cache has");
+    fail_usage("more sequences are generated at once than SessionOptions::cache has");
   const Key key{visit.stage, visit.sequence};
   const auto began = std::chrono::steady_clock::now();
   std::unique_lock lock(mutex_);

@@ -77,7 +77,7 @@ std::unique_ptr<StageInParts> LayeredModel::begin(int stage, const Weights& /*we
 }
 
 Shared LayeredModel::share_cached(const CachedRow& /*row*/, torch::Device /*device*/) const {
-  throw Exception(io::ErrorKind::usage, "layers of one's own do not generate text: export the model");
+  fail_usage("layers of one's own do not generate text: export the model");
 }
 
 torch::Tensor LayeredModel::next_logits(const Weights& /*weights*/, const Carry& /*carry*/,

@@ -18,16 +18,14 @@ void check_range(const at::Tensor& tokens, std::int64_t each, Id least, std::int
   const std::int64_t length = on_host.numel() / (on_host.size(0) * each);
   for (std::int64_t i = 0; i < on_host.numel(); ++i)
     if (token[i] < least || token[i] >= vocabulary)
-      throw Exception(io::ErrorKind::usage, called + ": " + what + " " + std::to_string(token[i]) + " of token " +
-                                                std::to_string(i / each % length) + " in row " +
-                                                std::to_string(i / each / length) + " is beyond the vocabulary of " +
-                                                std::to_string(vocabulary));
+      fail_usage(called + ": " + what + " " + std::to_string(token[i]) + " of token " +
+                 std::to_string(i / each % length) + " in row " + std::to_string(i / each / length) +
+                 " is beyond the vocabulary of " + std::to_string(vocabulary));
 }
 
 void expect_type(const at::Tensor& tokens, at::ScalarType type, const std::string& called, const char* what) {
   if (tokens.scalar_type() != type)
-    throw Exception(io::ErrorKind::usage, called + ": " + what + " are " + c10::toString(type) + ", not " +
-                                              c10::toString(tokens.scalar_type()));
+    fail_usage(called + ": " + what + " are " + c10::toString(type) + ", not " + c10::toString(tokens.scalar_type()));
 }
 
 }  // namespace
@@ -65,7 +63,7 @@ std::int64_t MicroBatch::target_tokens() const {
 
 std::vector<Document> MicroBatch::documents() const {
   if (!positions.defined()) return {};
-  const auto wrong = [](const std::string& what) { throw Exception(io::ErrorKind::usage, what); };
+  const auto wrong = [](const std::string& what) { fail_usage(what); };
   if (positions.scalar_type() != at::kLong)
     wrong(std::string("positions are int64, not ") + c10::toString(positions.scalar_type()));
   if (ids.dim() != 2 || positions.sizes() != ids.sizes()) wrong("positions have the shape of ids");

@@ -53,7 +53,7 @@ at::Tensor head_labels(const LossRule& rule, const MicroBatch& batch) {
 }
 
 PairCounts count_pairs(const LossRule& rule, const std::vector<MicroBatch>& batches) {
-  const auto wrong = [](const std::string& what) { throw Exception(io::ErrorKind::usage, what); };
+  const auto wrong = [](const std::string& what) { fail_usage(what); };
   PairCounts counts;
   for (const MicroBatch& batch : batches) {
     const std::int64_t rows = batch.labels.size(0);

@@ -29,7 +29,7 @@ std::uint16_t* words(const Tensor& tensor) {
 }
 
 void check_range(bool holds, const char* name, double value) {
-  if (!holds) throw Exception(io::ErrorKind::usage, std::string("AdamW8bit: ") + name + " is " + std::to_string(value));
+  if (!holds) fail_usage(std::string("AdamW8bit: ") + name + " is " + std::to_string(value));
 }
 
 void check(const Tensor& parameter, const Tensor& gradient) {
@@ -49,9 +49,7 @@ void check(const Tensor& parameter, const Tensor& gradient) {
     wrong = "has a sparse gradient: make its embedding with sparse(false)";
   else if (gradient.sizes() != parameter.sizes())
     wrong = "has a gradient of another shape";
-  if (wrong != nullptr)
-    throw Exception(io::ErrorKind::usage,
-                    "AdamW8bit: a parameter of shape " + c10::str(parameter.sizes()) + " " + wrong);
+  if (wrong != nullptr) fail_usage("AdamW8bit: a parameter of shape " + c10::str(parameter.sizes()) + " " + wrong);
 }
 
 Tensor as_bf16(const Tensor& gradient) {

@@ -49,10 +49,10 @@ void prove(const SessionPlan& plan, bool train) {
   bool pending = false;
   int steps = 0;  // that stand
   const auto prove_step = [&](bool commits, swap::Updates updates, bool again = false) {
-    swap::StepRows rows = expected_rows(plan, steps++, pending);
-    if (again) rows.missed.assign(rows.missed.size(), false);  // what was undone had caught up by then
-    checker.begin_step(pending, commits, updates, rows);
-    expect_right(checker.finish(planner.train_step(pending, commits, updates, rows)));
+    swap::SparseChunks sparse = expected_sparse_chunks(plan, steps++, pending);
+    if (again) sparse.missed.assign(sparse.missed.size(), false);  // what was undone had caught up by then
+    checker.begin_step(pending, commits, updates, sparse);
+    expect_right(checker.finish(planner.train_step(pending, commits, updates, sparse)));
     pending = plan.defers() && updates == swap::Updates::as_arranged;
   };
   for (int step = 0; step < 3 && train; ++step)
@@ -67,11 +67,11 @@ void prove(const SessionPlan& plan, bool train) {
   }
   planner.stream_parts_to({});
   if (pending || (steps > 0 && !plan.layout->sparse_chunks().empty())) {
-    swap::StepRows rows = expected_rows(plan, steps, pending);
-    const swap::StepRows last = expected_rows(plan, steps - 1, false);
-    rows.used.assign(rows.used.size(), false);
-    for (const int chunk : plan.layout->sparse_chunks()) rows.missed[chunk] = !last.used[chunk];
-    expect_right(checker.flush(planner.flush(pending, rows), pending, rows));
+    swap::SparseChunks sparse = expected_sparse_chunks(plan, steps, pending);
+    const swap::SparseChunks last = expected_sparse_chunks(plan, steps - 1, false);
+    sparse.used.assign(sparse.used.size(), false);
+    for (const int chunk : plan.layout->sparse_chunks()) sparse.missed[chunk] = !last.used[chunk];
+    expect_right(checker.flush(planner.flush(pending, sparse), pending, sparse));
   }
   expect_right(checker.evaluate(planner.evaluate(plan.evaluated_at_once, true)));
 }

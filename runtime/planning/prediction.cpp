@@ -82,7 +82,7 @@ class Clock {
     const bool speculates = updates_ == swap::Updates::at_once;
     const bool pending = number > 0 && plan_.defers() && !speculates,
                commits = speculates || (number > 0 && plan_.commit_every == 1);
-    append(planner_.train_step(pending, commits, updates_, expected_rows(plan_, number, pending)));
+    append(planner_.train_step(pending, commits, updates_, expected_sparse_chunks(plan_, number, pending)));
     return simulator_.finish_updates(begin_ + longest);
   }
   // Of that step.
@@ -300,7 +300,7 @@ Placement choose_placement(const ModelSpec& spec, SessionOptions& options, const
       return plan_session(spec, options, profile.model.needs(spec));
     };
     options.chunk_elements =
-        plan_to_go_on(options.chunk_elements, options.host_memory, plan_with).layout->chunk_elements();
+        plan_to_resume(options.chunk_elements, options.host_memory, plan_with).layout->chunk_elements();
   }
   Search search(spec, options, profile);
   const double without_swaps = search.step.seconds;

@@ -126,19 +126,19 @@ bool rows_pay(const ModelSpec& spec, const SessionOptions& options) {
   return 2 * tokens_in_step(options) < chunks;
 }
 
-swap::StepRows expected_rows(const SessionPlan& plan, int step, bool pending) {
+swap::SparseChunks expected_sparse_chunks(const SessionPlan& plan, int step, bool pending) {
   const std::vector<int>& sparse = plan.layout->sparse_chunks();
   if (sparse.empty()) return {};
   const std::vector<bool> none(plan.layout->chunks().size(), false);
-  swap::StepRows rows{.used = none, .missed = none, .waiting = none};
+  swap::SparseChunks chunks{.used = none, .missed = none, .waiting = none};
   const std::size_t turns = std::max<std::size_t>(1, sparse.size() / std::max<std::size_t>(1, plan.sparse_used)),
                     turn = static_cast<std::size_t>(step) % turns;
   for (std::size_t i = 0; i < sparse.size(); ++i) {
-    rows.used[sparse[i]] = i % turns == turn;
-    rows.waiting[sparse[i]] = pending && plan.arrangement.deferred[sparse[i]] && (i + 1) % turns == turn % turns;
-    rows.missed[sparse[i]] = turns > 1 && step > 0 && rows.used[sparse[i]];
+    chunks.used[sparse[i]] = i % turns == turn;
+    chunks.waiting[sparse[i]] = pending && plan.arrangement.deferred[sparse[i]] && (i + 1) % turns == turn % turns;
+    chunks.missed[sparse[i]] = turns > 1 && step > 0 && chunks.used[sparse[i]];
   }
-  return rows;
+  return chunks;
 }
 
 namespace {
@@ -241,10 +241,9 @@ SessionPlan arrange_again(const SessionPlan& other, const ModelSpec& spec, const
 template <class Plan>
 SessionPlan beside(const CachePlacement& cache, const SessionOptions& options, const Plan& plan) {
   if (cache.host != 0 && cache.host >= options.host_memory)
-    throw Exception(io::ErrorKind::usage,
-                    "--host-memory " + human_bytes(options.host_memory) + " is too small: keys and values of " +
-                        std::to_string(options.cache.sequences) + " sequences take " + human_bytes(cache.host) +
-                        " of it, and the weights on their way need room too");
+    fail_usage("--host-memory " + human_bytes(options.host_memory) + " is too small: keys and values of " +
+               std::to_string(options.cache.sequences) + " sequences take " + human_bytes(cache.host) +
+               " of it, and the weights on their way need room too");
   SessionOptions rest = options;
   rest.host_memory -= cache.host;
   try {

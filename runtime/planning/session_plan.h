@@ -79,9 +79,9 @@ struct SessionPlan {
 // Whether SessionOptions::rows_on_demand is worth it: a step has fewer than half as many tokens as the model's untied
 // token table has chunks. False for models with adapters.
 bool rows_pay(const ModelSpec& spec, const SessionOptions& options);
-// The rows of a step for plans of steps that have no tokens yet. It assumes that tokens spread over the whole table and
-// that each step uses other rows. step: its number, from 0. pending: as in Planner::train_step().
-swap::StepRows expected_rows(const SessionPlan& plan, int step, bool pending);
+// The sparse chunks of a step, for plans of steps that have no tokens yet. It assumes that tokens spread over the whole
+// table and that each step uses other chunks. step: its number, from 0. pending: as in Planner::train_step().
+swap::SparseChunks expected_sparse_chunks(const SessionPlan& plan, int step, bool pending);
 
 // Throws Exception (kind usage) if a budget is too small; it names the smallest that works.
 SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs);

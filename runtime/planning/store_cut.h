@@ -20,7 +20,7 @@ bool suits(const swap::Layout& layout, std::uint64_t host_budget);
 // with a `layout`, and throws Exception where the budgets are too small for it. Where they are too small for both cuts,
 // so does this.
 template <class PlanWith>
-auto plan_to_go_on(std::uint64_t stored, std::uint64_t host_budget, const PlanWith& plan_with) {
+auto plan_to_resume(std::uint64_t stored, std::uint64_t host_budget, const PlanWith& plan_with) {
   std::optional<decltype(plan_with(stored))> plan;
   try {
     plan.emplace(plan_with(stored));

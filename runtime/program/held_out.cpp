@@ -29,9 +29,9 @@ HeldOut::HeldOut(const TrainOptions& options, const Dataset& data, const Prefere
       record_(record),
       summary_(summary) {
   if (data_.held_out_sequences() == 0 && (options.export_best || options.early_stopping_patience > 0))
-    throw Exception(io::ErrorKind::usage,
-                    "--export-best and --early-stopping-patience need held-out sequences, and there are none: raise "
-                    "--held-out, or give more data");
+    fail_usage(
+        "--export-best and --early-stopping-patience need held-out sequences, and there are none: raise "
+        "--held-out, or give more data");
 }
 
 void HeldOut::recall(const Session& session) {

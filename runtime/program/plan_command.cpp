@@ -121,8 +121,8 @@ class Planning {
   Planned fastest(std::int64_t tokens, Json& shapes) {
     const std::int64_t length = session_.sequence_length * sequences_in_one(options_), sequences = tokens / length;
     if (sequences < 1)
-      throw Exception(io::ErrorKind::usage, fmt::format("--tokens-per-step {} is less than one {} of {} tokens", tokens,
-                                                        sequences_in_one(options_) == 1 ? "sequence" : "pair", length));
+      fail_usage(fmt::format("--tokens-per-step {} is less than one {} of {} tokens", tokens,
+                             sequences_in_one(options_) == 1 ? "sequence" : "pair", length));
     std::optional<Planned> best;
     std::optional<Exception> refused;
     for (std::int64_t micro_batch = 1, before = 0; micro_batch <= sequences; ++micro_batch) {

@@ -35,9 +35,10 @@ void PreferenceRun::set_aside(SessionOptions& session, const Say& say) const {
   if (!rule_.needs_reference() || rule_.computes_reference()) return;
   const auto pairs = static_cast<std::uint64_t>(data_.all_sequences()) / 2, bytes = kReferenceRam * pairs;
   if (bytes >= session.host_memory)
-    throw Exception(io::ErrorKind::usage, fmt::format("the reference of {} pairs takes {} of the host's {}: give more "
-                                                      "--host-memory",
-                                                      pairs, human_bytes(bytes), human_bytes(session.host_memory)));
+    fail_usage(
+        fmt::format("the reference of {} pairs takes {} of the host's {}: give more "
+                    "--host-memory",
+                    pairs, human_bytes(bytes), human_bytes(session.host_memory)));
   session.host_memory -= bytes;
   say(fmt::format("the reference of {} pairs takes {} of --host-memory", pairs, human_bytes(bytes)));
 }

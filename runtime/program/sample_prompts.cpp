@@ -25,7 +25,7 @@ void SamplePrompts::set_aside(SessionOptions& session, const ModelSpec& spec, co
   if (every_ == 0) return;
   const auto at_once = std::min<std::int64_t>(session.micro_batches, std::ssize(prompts_));
   const GenerationShape shape = GenerationShape::of(spec, prompts_, generation_, at_once, session.sequence_length);
-  const auto refuse = [](const std::string& what) { throw Exception(io::ErrorKind::usage, what); };
+  const auto refuse = [](const std::string& what) { fail_usage(what); };
   if (at_once > session.micro_batch * session.sequence_length)
     refuse(fmt::format("{} of --sample-prompts at once are more than a micro-batch has tokens: give fewer", at_once));
   session.cache = shape.cache;

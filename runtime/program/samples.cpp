@@ -38,7 +38,7 @@ std::vector<Generated> Samples::generated(Session& session, TrainingLog& log) co
   const auto within_limit = [&] {
     const std::uint64_t limit = session.options().write_limit, of_pass = session.plan().cache.storage;
     if (limit != 0 && of_pass != 0 && session.bytes_written_after_next_step() + of_pass > limit)
-      throw Exception(io::ErrorKind::usage, "writing their keys and values to storage might pass --max-tb-written");
+      fail_usage("writing their keys and values to storage might pass --max-tb-written");
   };
   const std::uint64_t most =
       prompts_.prompts().size() * static_cast<std::uint64_t>(prompts_.generation().max_new_tokens);

@@ -80,9 +80,7 @@ SessionOptions train_settings(const TrainOptions& options, std::uint64_t device_
 }
 
 SessionOptions train_settings(const TrainOptions& options, const MachineModel& machine, const Say& say) {
-  const auto refuse = [&](const std::string& why) {
-    throw Exception(io::ErrorKind::usage, fmt::format("--machine {} {}", machine.name, why));
-  };
+  const auto refuse = [&](const std::string& why) { fail_usage(fmt::format("--machine {} {}", machine.name, why)); };
   if (options.device == "cpu") refuse("computes on its card: leave out --device cpu");
   if (!options.storage.empty()) refuse("has drives of its own: leave out --storage, and name them as in -2nvme");
   SessionOptions result = plain_settings(options);

@@ -19,8 +19,7 @@ void set_base(ModelSpec& spec, const TrainOptions& options) {
   std::vector<std::string> plain;
   if (own || is_unconverted(format)) {
     if (options.model.empty())
-      throw Exception(io::ErrorKind::usage,
-                      "--base-precision " + options.base_precision + " keeps what a folder holds: give it as --model");
+      fail_usage("--base-precision " + options.base_precision + " keeps what a folder holds: give it as --model");
     const Checkpoint folder = Checkpoint::open(options.model);
     const auto has = [&](const std::string& name, WeightFormat kept) { return folder.has(name, kept); };
     if (own) format = own_format(spec, has);
@@ -47,8 +46,8 @@ ModelSpec training_spec(const TrainOptions& options) {
   ModelSpec spec = options.config.empty() ? read_folder_spec(options.model, {}, options.read_as)
                                           : read_model_spec(options.config, {}, options.read_as);
   if (options.sequence_length > spec.config.max_positions && spec.config.max_positions > 0)
-    throw Exception(io::ErrorKind::usage, fmt::format("--sequence-length {} exceeds the model's {} positions",
-                                                      options.sequence_length, spec.config.max_positions));
+    fail_usage(fmt::format("--sequence-length {} exceeds the model's {} positions", options.sequence_length,
+                           spec.config.max_positions));
   if (options.method == "lora") {
     set_base(spec, options);
     add_adapters(spec, options.adapter.empty() ? options.lora : read_adapter_config(options.adapter));
@@ -60,12 +59,10 @@ ModelSpec training_spec(const TrainOptions& options) {
   set_learning_rates(spec, learning_rate_scales(options));
   if (!loss_rule(options).pairs()) return spec;
   if (options.method == "galore")
-    throw Exception(io::ErrorKind::usage,
-                    "--method galore projects the gradient of the cross-entropy: it has no --loss " + options.loss);
+    fail_usage("--method galore projects the gradient of the cross-entropy: it has no --loss " + options.loss);
   if (begins_with_gradient(spec))
-    throw Exception(io::ErrorKind::usage, "--init " + adapter_init_name(options.lora) +
-                                              " takes the gradient of the cross-entropy: with --loss " + options.loss +
-                                              " choose another --init");
+    fail_usage("--init " + adapter_init_name(options.lora) + " takes the gradient of the cross-entropy: with --loss " +
+               options.loss + " choose another --init");
   remove_dropout(spec);
   return spec;
 }

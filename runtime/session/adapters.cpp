@@ -70,8 +70,7 @@ Model with_adapters(const Model& base, const fs::path& folder) {
 std::string Session::export_adapter(const fs::path& folder, const fs::path& base) {
   impl_->expect_first_values();
   const ModelSpec& spec = impl_->model->spec();
-  if (!is_written_beside_base(spec))
-    throw Exception(io::ErrorKind::usage, "the model has no adapters: export_hf() writes it");
+  if (!is_written_beside_base(spec)) fail_usage("the model has no adapters: export_hf() writes it");
   impl_->flush();
   return write_adapter(spec, base, folder, [this](int unit, int tensor, const UseMaster& use) {
     impl_->state->read_master(unit, tensor, use);

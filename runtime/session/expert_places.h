@@ -14,7 +14,7 @@ class ExpertPlaces {
   // Both outlive it.
   ExpertPlaces(const ModelSpec& spec, const PackedModel& packed);
   // Where the chunk's gradient consists of zeros, because no token took the expert or because no tensor lies there, as
-  // HostWork::zero_gradient() has it.
+  // UpdateWork::zero_gradient() has it.
   std::vector<swap::ElementRange> untouched(const swap::Chunk& chunk, const ExpertsTouched& touched) const;
 
  private:

@@ -26,10 +26,10 @@ struct Sequence {
   std::int64_t left() const { return std::ssize(tokens) - computed; }
 };
 
-// So many places for sequences. One that ends leaves its place to the next prompt.
-class Places {
+// Continuous batching: a sequence that ends leaves its place in the batch to the next prompt.
+class ContinuousBatch {
  public:
-  Places(Session& session, const std::vector<Tokens>& prompts, const GenerationOptions& options)
+  ContinuousBatch(Session& session, const std::vector<Tokens>& prompts, const GenerationOptions& options)
       : session_(session),
         prompts_(prompts),
         options_(options),
@@ -38,8 +38,8 @@ class Places {
                    session.key_values()),
         cache_(*own_cache_) {}
   // One prompt, whose first tokens `computed` are in the cache; in the end it has those that are there then.
-  Places(Session& session, const std::vector<Tokens>& prompts, const GenerationOptions& options, KeyValueCache& cache,
-         Tokens& computed)
+  ContinuousBatch(Session& session, const std::vector<Tokens>& prompts, const GenerationOptions& options,
+                  KeyValueCache& cache, Tokens& computed)
       : session_(session), prompts_(prompts), options_(options), sequences_(1), cache_(cache), computed_(&computed) {}
 
   void run(const GenerationEvents& events) {
@@ -49,7 +49,7 @@ class Places {
       if (rows.empty()) return;
       events.before_pass();
       cache_.expect(rows);
-      const std::vector<at::Tensor> logits = session_.next_logits(rows, goes_on_behind(rows));
+      const std::vector<at::Tensor> logits = session_.next_logits(rows, continues_after(rows));
       for (std::size_t row = 0; row < rows.size(); ++row)
         for (std::size_t at = 0; at < rows[row].spans.size(); ++at)
           take(rows[row].spans[at], logits[row][static_cast<std::int64_t>(at)], events);
@@ -110,7 +110,7 @@ class Places {
   }
 
   // Whether something is left to compute or to draw when this pass has ended, unless stop tokens end it.
-  bool goes_on_behind(const std::vector<CachedRow>& rows) const {
+  bool continues_after(const std::vector<CachedRow>& rows) const {
     if (next_prompt_ < prompts_.size()) return true;
     for (const CachedRow& row : rows)
       for (const CachedSpan& span : row.spans)
@@ -169,7 +169,7 @@ void generate(Session& session, const std::vector<Tokens>& prompts, const Genera
               const GenerationEvents& events) {
   for (std::size_t i = 0; i < prompts.size(); ++i)
     check_prompt(prompts[i], i, session.model().spec(), options.max_new_tokens);
-  Places(session, prompts, options).run(events);
+  ContinuousBatch(session, prompts, options).run(events);
 }
 
 Talk::Talk(Session& session, std::int64_t most)
@@ -184,9 +184,8 @@ void Talk::answer(const Tokens& prompt, const GenerationOptions& options, const 
   const ModelSpec& spec = session_.model().spec();
   check_prompt(prompt, 0, spec, options.max_new_tokens);
   if (std::ssize(prompt) + options.max_new_tokens > most_)
-    throw Exception(io::ErrorKind::usage, "a talk of " + std::to_string(prompt.size()) + " tokens and " +
-                                              std::to_string(options.max_new_tokens) + " new ones is beyond its " +
-                                              std::to_string(most_));
+    fail_usage("a talk of " + std::to_string(prompt.size()) + " tokens and " + std::to_string(options.max_new_tokens) +
+               " new ones is beyond its " + std::to_string(most_));
   Tokens known = std::exchange(computed_, {});
   // The last token is computed, for its logits. LongRoPE's factors follow the length that a sequence may come to.
   const auto most_known = std::min(known.size(), prompt.size() - 1);
@@ -197,7 +196,7 @@ void Talk::answer(const Tokens& prompt, const GenerationOptions& options, const 
   if (known.empty()) cache_->replace(0, most_);
   taken_over_ = std::ssize(known);
   const std::vector<Tokens> prompts{prompt};
-  Places(session_, prompts, options, *cache_, known).run(events);
+  ContinuousBatch(session_, prompts, options, *cache_, known).run(events);
   computed_ = std::move(known);
 }
 

@@ -102,9 +102,8 @@ std::unique_ptr<GradientInit> Session::Impl::gradient_pass(const std::vector<Mic
 
 void Session::Impl::begin_with_gradient(const std::vector<MicroBatch>& batches) {
   if (!waits_for_gradient())
-    throw Exception(io::ErrorKind::usage, windows == 0
-                                              ? "the adapters have their first values: they wait for no gradient"
-                                              : "the window of this projector has not ended");
+    fail_usage(windows == 0 ? "the adapters have their first values: they wait for no gradient"
+                            : "the window of this projector has not ended");
   check_batches(batches, true);
   const torch::NoGradGuard no_grad;
   flush();

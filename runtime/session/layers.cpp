@@ -40,7 +40,7 @@ class ModuleModel final : public LayeredModel {
   }
 
   HeadScores head_scores(const Weights& weights, const Carry& carry, const Shared& shared) const override {
-    if (shared.top > 0) throw Exception(io::ErrorKind::usage, "layers of one's own have no most likely tokens");
+    if (shared.top > 0) fail_usage("layers of one's own have no most likely tokens");
     const int last = static_cast<int>(layers_.size()) - 1;
     return {.loss_sum = scalar_loss(forward(last, weights, carry, shared, false)).item<double>()};
   }
@@ -48,9 +48,8 @@ class ModuleModel final : public LayeredModel {
   HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
                                     const Shared& shared, const models::TokenScale& scale) const override {
     if (shared.teacher.defined())
-      throw Exception(io::ErrorKind::usage,
-                      "layers of one's own have no logits that a teacher's could be compared with");
-    if (!scale.uniform()) throw Exception(io::ErrorKind::usage, "layers of one's own have no loss of each token");
+      fail_usage("layers of one's own have no logits that a teacher's could be compared with");
+    if (!scale.uniform()) fail_usage("layers of one's own have no loss of each token");
     const int last = static_cast<int>(layers_.size()) - 1;
     const Bound bound(*this, last, weights, true);
     HeadResult result;
@@ -110,17 +109,16 @@ class ModuleModel final : public LayeredModel {
       if (!models::Adapter(index, module.key())) continue;
       auto linear = std::dynamic_pointer_cast<LinearImpl>(module.value());
       if (linear == nullptr)
-        throw Exception(io::ErrorKind::usage, module.key() +
-                                                  " is no tierflow::Linear, which alone can have an adapter: "
-                                                  "make it one, or name other modules");
+        fail_usage(module.key() +
+                   " is no tierflow::Linear, which alone can have an adapter: "
+                   "make it one, or name other modules");
       adapted_[stage].push_back(
           {std::move(linear), models::Adapter(index, module.key()), models::Linear(index, module.key())});
     }
   }
   static torch::Tensor scalar_loss(const Carry& carry) {
     if (carry.size() != 1 || carry[0].numel() != 1)
-      throw Exception(io::ErrorKind::usage,
-                      "the last layer must return one scalar: the loss summed over the labels that count");
+      fail_usage("the last layer must return one scalar: the loss summed over the labels that count");
     return carry[0].reshape({});
   }
 
@@ -141,7 +139,7 @@ void for_each_module(const ModuleModel& model, Use use) {
 std::shared_ptr<Layer> construct(const LayerFactory& factory, std::uint64_t seed) {
   torch::manual_seed(seed);
   std::shared_ptr<Layer> layer = factory();
-  if (layer == nullptr) throw Exception(io::ErrorKind::usage, "a layer's factory returned null");
+  if (layer == nullptr) fail_usage("a layer's factory returned null");
   return layer;
 }
 
@@ -177,9 +175,9 @@ class FactoryWeights {
       const auto expected = templates_[i]->buffers(), found = layer->buffers();
       for (std::size_t b = 0; b < expected.size(); ++b)
         if (!torch::equal(expected[b], found[b].to(expected[b].scalar_type())))
-          throw Exception(io::ErrorKind::usage, "layer " + name +
-                                                    " has a buffer that differs from its siblings': they share one "
-                                                    "template; pass such values in the carry or make them parameters");
+          fail_usage("layer " + name +
+                     " has a buffer that differs from its siblings': they share one "
+                     "template; pass such values in the carry or make them parameters");
     }
     held_name_ = name;
   }
@@ -203,18 +201,15 @@ AdapterConfig named_in_own_layers(const LayeredModel& model, AdapterConfig confi
   const auto* own = dynamic_cast<const ModuleModel*>(&model);
   if (own == nullptr) return config;
   if (config.init == AdapterInit::galore)
-    throw Exception(io::ErrorKind::usage,
-                    "projected gradients are for the models of load() and from_config(), not for layers of one's own");
+    fail_usage("projected gradients are for the models of load() and from_config(), not for layers of one's own");
   if (!config.layers.empty())
-    throw Exception(io::ErrorKind::usage,
-                    "layers of one's own have names, not numbers: choose among them by targets or a target pattern");
+    fail_usage("layers of one's own have names, not numbers: choose among them by targets or a target pattern");
   if (!config.targets.empty() || !config.target_pattern.empty() || config.parameters_alone) return config;
   for_each_module(*own, [&](const std::string& path, const torch::nn::Module& module) {
     if (dynamic_cast<const LinearImpl*>(&module) != nullptr) config.targets.push_back(path);
   });
   if (config.targets.empty())
-    throw Exception(io::ErrorKind::usage,
-                    "no layer but the last has a tierflow::Linear, which alone can have an adapter");
+    fail_usage("no layer but the last has a tierflow::Linear, which alone can have an adapter");
   return config;
 }
 
@@ -245,8 +240,7 @@ Layers& Layers::repeat(int count, const std::string& name, const LayerFactory& f
 
 Model Layers::build(std::uint64_t seed) const {
   DeviceMemory::install();
-  if (entries_.size() < 2)
-    throw Exception(io::ErrorKind::usage, "a model has at least a first layer and one that returns the loss");
+  if (entries_.size() < 2) fail_usage("a model has at least a first layer and one that returns the loss");
   ModelSpec spec;
   spec.config_json = "{}";
   std::map<int, std::shared_ptr<Layer>> templates;
@@ -255,7 +249,7 @@ Model Layers::build(std::uint64_t seed) const {
   for (std::size_t index = 0; index < entries_.size(); ++index) {
     const Entry& entry = entries_[index];
     for (const auto& [name, factory] : factories)
-      if (name == entry.name) throw Exception(io::ErrorKind::usage, "two layers are named " + name);
+      if (name == entry.name) fail_usage("two layers are named " + name);
     if (!templates.contains(entry.shape)) {
       templates[entry.shape] = construct(entry.factory, seed + index);
       templates[entry.shape]->to(torch::kBFloat16);

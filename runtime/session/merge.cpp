@@ -255,8 +255,7 @@ std::string merge_model(const fs::path& base, const fs::path& adapter, const fs:
 std::string Session::export_merged(const fs::path& base, const fs::path& folder, const Progress& progress) {
   impl_->expect_first_values();
   const ModelSpec& spec = impl_->model->spec();
-  if (!is_written_beside_base(spec))
-    throw Exception(io::ErrorKind::usage, "the model has no adapters: export_hf() writes it");
+  if (!is_written_beside_base(spec)) fail_usage("the model has no adapters: export_hf() writes it");
   impl_->flush();
   return write_merged(
       open_merge(base, parse_adapter_config(spec.adapter_config_json, "the model's adapters"), spec.read_as),

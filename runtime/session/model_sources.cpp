@@ -26,8 +26,7 @@ Model changed(const Model& model, std::string_view what, const std::function<voi
   if (std::shared_ptr<LayeredModel> own = own_layers_as(*model.layers, spec))
     return {std::move(own), model.weights, model.stored, model.source};
   if (dynamic_cast<const models::CausalModel*>(model.layers.get()) == nullptr)
-    throw Exception(io::ErrorKind::usage,
-                    std::string(what) + " are for the models of load(), from_config() and Layers, not for others");
+    fail_usage(std::string(what) + " are for the models of load(), from_config() and Layers, not for others");
   return {make_model(std::move(spec)), model.weights, model.stored, model.source};
 }
 

@@ -111,8 +111,7 @@ std::int64_t next_token(std::span<const float> logits, std::span<const std::int6
   std::ranges::sort(forbidden);
   if (!forbidden.empty())
     std::erase_if(candidates, [&](const Candidate& each) { return std::ranges::binary_search(forbidden, each.token); });
-  if (candidates.empty())
-    throw Exception(io::ErrorKind::usage, "no token may come next: generation_config.json forbids all of them");
+  if (candidates.empty()) fail_usage("no token may come next: generation_config.json forbids all of them");
   const Candidate first = *std::min_element(candidates.begin(), candidates.end(), more_likely);
   if (!sampling.sample) return first.token;
   for (Candidate& each : candidates) each.logit = (each.logit - first.logit) / sampling.temperature;

@@ -18,10 +18,10 @@ double Schedule::after(std::int64_t done) const {
 
 void check_schedule(const Schedule& schedule) {
   if (schedule.kind != "constant" && schedule.kind != "linear" && schedule.kind != "cosine")
-    throw Exception(io::ErrorKind::usage, "the schedule \"" + schedule.kind + "\" is none of constant, linear, cosine");
-  if (schedule.warmup < 0) throw Exception(io::ErrorKind::usage, "a warmup has 0 steps or more");
+    fail_usage("the schedule \"" + schedule.kind + "\" is none of constant, linear, cosine");
+  if (schedule.warmup < 0) fail_usage("a warmup has 0 steps or more");
   if (schedule.kind != "constant" && schedule.steps < 1)
-    throw Exception(io::ErrorKind::usage, "the schedule \"" + schedule.kind + "\" asks for the steps of the whole run");
+    fail_usage("the schedule \"" + schedule.kind + "\" asks for the steps of the whole run");
 }
 
 }  // namespace tierflow

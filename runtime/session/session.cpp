@@ -169,8 +169,7 @@ std::uint64_t Session::Impl::writes_of_next_step() const {
 }
 
 void Session::Impl::expect_first_values() const {
-  if (lacks_first_values)
-    throw Exception(io::ErrorKind::usage, "the adapters have no first values yet: begin_with_gradient() makes them");
+  if (lacks_first_values) fail_usage("the adapters have no first values yet: begin_with_gradient() makes them");
 }
 
 StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr) {
@@ -178,8 +177,7 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
   check_batches(batches, true);
   expect_first_values();
   if (window_ended() && window_tried != steps)
-    throw Exception(io::ErrorKind::usage,
-                    "the next window needs its projector first: begin_with_gradient() makes it of the step's gradient");
+    fail_usage("the next window needs its projector first: begin_with_gradient() makes it of the step's gradient");
   const PairCounts pairs = options.loss.pairs() ? count_pairs(options.loss, batches) : PairCounts{};
   const torch::NoGradGuard no_grad;
   const auto kept = kept_step.lock();
@@ -215,10 +213,10 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr
     work = make_work(lr);
     if (expert_places)
       work->set_zeros([this](const swap::Chunk& chunk) { return expert_places->untouched(chunk, experts_touched); });
-    swap::StepRows rows = take_rows(used, catches_up);
-    const auto behind = static_cast<std::uint64_t>(std::ranges::count(rows.missed, true));
+    swap::SparseChunks sparse = take_sparse_chunks(used, catches_up);
+    const auto behind = static_cast<std::uint64_t>(std::ranges::count(sparse.missed, true));
     work->set_progress(progress_json(steps - 1));
-    swap::Plan planned = planner->train_step(pending, commits, updates, std::move(rows));
+    swap::Plan planned = planner->train_step(pending, commits, updates, std::move(sparse));
     count_row_bytes(planned, result);
     executor().append(std::move(planned), work);
     if (std::exchange(commits, false)) {
@@ -323,13 +321,13 @@ std::shared_ptr<OptimizerWork> Session::Impl::make_work(double lr) {
   };
   std::vector<bool> owed = plan.arrangement.deferred;
   if (!pending) owed.assign(owed.size(), false);
-  for (const int chunk : plan.layout->sparse_chunks()) owed[chunk] = owed[chunk] && rows_waiting[chunk];
+  for (const int chunk : plan.layout->sparse_chunks()) owed[chunk] = owed[chunk] && sparse_waiting[chunk];
   auto work = std::make_shared<OptimizerWork>(plan.packed, *plan.layout, state->threads(), std::move(owed),
                                               plan.arrangement.staged, params(updates_done + 1, lr, 1.0),
                                               params(pending_step, pending_lr, pending_scale),
                                               static_cast<float>(adamw.weight_decay), mix_bits(options.seed));
   const std::uint64_t waiting_not =
-      sparse_parameters([&](int chunk) { return plan.arrangement.deferred[chunk] && !rows_waiting[chunk]; });
+      sparse_parameters([&](int chunk) { return plan.arrangement.deferred[chunk] && !sparse_waiting[chunk]; });
   work->expect(pending ? plan.deferred_parameters - waiting_not : 0, *missed);
   return work;
 }
@@ -337,9 +335,9 @@ std::shared_ptr<OptimizerWork> Session::Impl::make_work(double lr) {
 void Session::Impl::flush() {
   if (pending || missed->any()) {
     const auto work = make_work(pending_lr);
-    swap::StepRows rows = take_rows({}, /*all=*/true);
-    const auto behind = static_cast<std::uint64_t>(std::ranges::count(rows.missed, true));
-    executor().append(planner->flush(pending, std::move(rows)), work);
+    swap::SparseChunks sparse = take_sparse_chunks({}, /*all=*/true);
+    const auto behind = static_cast<std::uint64_t>(std::ranges::count(sparse.missed, true));
+    executor().append(planner->flush(pending, std::move(sparse)), work);
     throw_if(executor().drain());
     check_deferred(*work, behind);
     pending = false;

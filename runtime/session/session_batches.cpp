@@ -19,7 +19,7 @@ std::vector<Shared> Session::Impl::share(const std::vector<MicroBatch>& batches)
 }
 
 void Session::Impl::check_batches(const std::vector<MicroBatch>& batches, bool train) const {
-  const auto wrong = [](const std::string& what) { throw Exception(io::ErrorKind::usage, what); };
+  const auto wrong = [](const std::string& what) { fail_usage(what); };
   if (train && !options.train) wrong("the session was made for evaluation");
   if (train && static_cast<int>(batches.size()) != options.micro_batches)
     wrong("a step takes " + std::to_string(options.micro_batches) + " micro-batches, " +

@@ -86,10 +86,9 @@ void one_after_the_other(std::size_t count, const std::function<void(std::size_t
 std::string Session::export_hf(const std::filesystem::path& folder, const Progress& progress) {
   Impl& impl = *impl_;
   if (is_written_beside_base(impl.model->spec()))
-    throw Exception(io::ErrorKind::usage,
-                    "the base of a model with adapters is not trained: export_adapter() writes them");
+    fail_usage("the base of a model with adapters is not trained: export_adapter() writes them");
   if (impl.model->spec().base_format != WeightFormat::bf16)
-    throw Exception(io::ErrorKind::usage, "the model's weights are quantised: as such they are not written");
+    fail_usage("the model's weights are quantised: as such they are not written");
   impl.flush();
   const ReadChunk words = [&](std::span<const int> chunks, const auto& use) {
     impl.state->read_chunk(chunks.front(), use);
@@ -103,7 +102,7 @@ std::shared_ptr<CommittedStep> Session::keep_step() {
   Impl& impl = *impl_;
   const bool whole = impl.model->spec().adapter_config_json.empty();
   if (!whole || impl.plan.exporting == 0 || impl.plan.commit_every == 0) return nullptr;
-  if (!impl.kept_step.expired()) throw Exception(io::ErrorKind::usage, "another step is kept already");
+  if (!impl.kept_step.expired()) fail_usage("another step is kept already");
   const std::shared_ptr<CommittedStep> kept(new CommittedStep(impl));
   if (impl.steps == impl.committed_steps && !impl.missed->any()) kept->generation_ = impl.planned_generation;
   impl.kept_step = kept;
@@ -117,13 +116,13 @@ bool CommittedStep::durable() const {
 }
 
 void CommittedStep::wait() {
-  if (generation_ == 0) throw Exception(io::ErrorKind::usage, "no step came after the one that is kept");
+  if (generation_ == 0) fail_usage("no step came after the one that is kept");
   impl_.flush();
 }
 
 std::string CommittedStep::export_hf(const std::filesystem::path& folder, const Progress& progress,
                                      const BeforeMove& before_move) const {
-  if (!durable()) throw Exception(io::ErrorKind::usage, "the step that is kept is not committed yet");
+  if (!durable()) fail_usage("the step that is kept is not committed yet");
   WordsAhead words(*impl_.store, *impl_.plan.layout, 0);
   return export_weights(
       impl_.model->spec(), impl_.plan.packed, *impl_.plan.layout, {impl_.source, impl_.source_hash}, folder,
@@ -131,10 +130,8 @@ std::string CommittedStep::export_hf(const std::filesystem::path& folder, const 
 }
 
 void Session::commit() {
-  if (impl_->store == nullptr)
-    throw Exception(io::ErrorKind::usage, "the session has no storage: there is no state that outlives it");
-  if (!impl_->kept_step.expired())
-    throw Exception(io::ErrorKind::usage, "a step is kept: its commit has to stay the newest");
+  if (impl_->store == nullptr) fail_usage("the session has no storage: there is no state that outlives it");
+  if (!impl_->kept_step.expired()) fail_usage("a step is kept: its commit has to stay the newest");
   impl_->expect_first_values();
   impl_->commit();
 }
@@ -215,7 +212,7 @@ std::vector<float> Session::master(const std::string& name) {
       const auto part = master(static_cast<int>(unit), static_cast<int>(tensor));
       values.insert(values.end(), part.begin(), part.end());
     }
-  if (values.empty()) throw Exception(io::ErrorKind::usage, "the model has no tensor " + name);
+  if (values.empty()) fail_usage("the model has no tensor " + name);
   return values;
 }
 

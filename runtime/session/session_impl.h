@@ -65,7 +65,7 @@ struct Session::Impl {
   // session_rows.cpp
   MissedUpdates nothing_missed() const;
   std::vector<bool> chunks_of_tokens(const std::vector<MicroBatch>& batches, std::int64_t& rows) const;
-  swap::StepRows take_rows(const std::vector<bool>& used, bool all);
+  swap::SparseChunks take_sparse_chunks(const std::vector<bool>& used, bool all);
   void add_update(const std::vector<bool>& used, bool speculated, double lr);
   std::uint64_t sparse_parameters(const std::function<bool(int chunk)>& these) const;
   void count_row_bytes(const swap::Plan& step, StepResult& result) const;
@@ -173,7 +173,7 @@ struct Session::Impl {
   std::int64_t pending_step = 0, updates_done = 0;
   double pending_lr = 0, pending_scale = 1;
   std::optional<MissedUpdates> missed;  // of sparse chunks, as the plans so far leave them; from set_up() on
-  std::vector<bool> rows_waiting;       // by chunk: sparse chunks whose deferred update has not run yet
+  std::vector<bool> sparse_waiting;     // by chunk: sparse chunks whose deferred update has not run yet
   bool committed = false;
   std::int64_t committed_steps = -1;     // steps at the last commit
   std::uint64_t planned_generation = 0;  // the generation that the last planned commit makes

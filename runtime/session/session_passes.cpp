@@ -185,8 +185,7 @@ HeadResult Session::Impl::head_of_pairs(const swap::Entered& entered, int micro_
   MicroBatch batch = objective.batches[micro_batch];
   if (!references.empty()) batch.reference = row_log_probabilities(batch, reference_losses(bound, micro_batch, shared));
   torch::Tensor losses = model->head_scores(bound, carries[micro_batch], shared).losses;
-  if (!losses.defined())
-    throw Exception(io::ErrorKind::usage, "layers of one's own have no loss of each token: pairs are not trained on");
+  if (!losses.defined()) fail_usage("layers of one's own have no loss of each token: pairs are not trained on");
   losses = losses.cpu();
   totals = pair_totals(options.loss, batch, losses);
   const Gradients gradients = gradients_of(entered, micro_batch);
@@ -362,11 +361,10 @@ Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<Micro
 std::vector<torch::Tensor> Session::Impl::next_logits(const std::vector<CachedRow>& rows, bool another) {
   const torch::NoGradGuard no_grad;
   if (rows.size() > static_cast<std::size_t>(options.micro_batches))
-    throw Exception(io::ErrorKind::usage, "a pass takes at most " + std::to_string(options.micro_batches) + " rows");
+    fail_usage("a pass takes at most " + std::to_string(options.micro_batches) + " rows");
   for (const CachedRow& row : rows)
     if (row.ids.dim() != 2 || row.ids.size(0) != 1 || row.ids.size(1) > options.micro_batch * options.sequence_length)
-      throw Exception(io::ErrorKind::usage,
-                      "a row has at most " + std::to_string(options.micro_batch * options.sequence_length) + " tokens");
+      fail_usage("a row has at most " + std::to_string(options.micro_batch * options.sequence_length) + " tokens");
   for (std::size_t i = 0; i < rows.size(); ++i)
     check_tokens({.ids = rows[i].ids}, model->spec().config.vocab_size, "row " + std::to_string(i));
   if (pending || !ahead) flush();

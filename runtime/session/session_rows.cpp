@@ -59,21 +59,21 @@ std::vector<bool> Session::Impl::chunks_of_tokens(const std::vector<MicroBatch>&
   return used;
 }
 
-// The rows of the plan that comes next, in which everything has caught up that is used, or all of it. From here on that
-// counts as done.
-swap::StepRows Session::Impl::take_rows(const std::vector<bool>& used, bool all) {
+// The sparse chunks of the next plan. In it every chunk catches up that the plan uses; if `all`, every chunk of the
+// table. From here on that counts as done.
+swap::SparseChunks Session::Impl::take_sparse_chunks(const std::vector<bool>& used, bool all) {
   const swap::Layout& layout = *plan.layout;
   if (layout.sparse_chunks().empty()) return {};
   const std::vector<bool> none(layout.chunks().size(), false);
-  swap::StepRows rows{.used = used.empty() ? none : used, .missed = none, .waiting = rows_waiting};
+  swap::SparseChunks sparse{.used = used.empty() ? none : used, .missed = none, .waiting = sparse_waiting};
   for (const int chunk : layout.sparse_chunks()) {
-    const bool waits = rows_waiting[chunk];
-    rows.missed[chunk] = !waits && missed->missed(chunk) &&
-                         (all || rows.used[chunk] || missed->count(chunk) + chunk % kMostMissed / 2 >= kMostMissed);
-    if (waits || rows.missed[chunk]) missed->apply(chunk);
+    const bool waits = sparse_waiting[chunk];
+    sparse.missed[chunk] = !waits && missed->missed(chunk) &&
+                           (all || sparse.used[chunk] || missed->count(chunk) + chunk % kMostMissed / 2 >= kMostMissed);
+    if (waits || sparse.missed[chunk]) missed->apply(chunk);
   }
-  rows_waiting = none;
-  return rows;
+  sparse_waiting = none;
+  return sparse;
 }
 
 // A step's own updates are done, or deferred.
@@ -82,7 +82,7 @@ void Session::Impl::add_update(const std::vector<bool>& used, bool speculated, d
   for (const int chunk : plan.layout->sparse_chunks()) {
     if (!used[chunk]) continue;
     if (plan.arrangement.deferred[chunk] && !speculated)
-      rows_waiting[chunk] = true;
+      sparse_waiting[chunk] = true;
     else
       missed->apply(chunk);
   }

@@ -55,16 +55,15 @@ void Session::Impl::keep_source(std::shared_ptr<const SourceFolder> from, const 
 
 void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stored, const Progress& progress,
                            const Say& say) {
-  if (options.loss.pairs() && options.loss.distills())
-    throw Exception(io::ErrorKind::usage, "a loss of pairs has no teacher");
+  if (options.loss.pairs() && options.loss.distills()) fail_usage("a loss of pairs has no teacher");
   if (options.loss.base_is_reference && (!options.loss.needs_reference() || !trains_adapters_alone(model->spec())))
-    throw Exception(io::ErrorKind::usage,
-                    "base_is_reference: a reference that is the base is for dpo with adapters, where nothing else is "
-                    "trained; give each micro-batch its reference instead");
+    fail_usage(
+        "base_is_reference: a reference that is the base is for dpo with adapters, where nothing else is "
+        "trained; give each micro-batch its reference instead");
   if (options.micro_batch < 1 || options.micro_batches < 1 || options.sequence_length < 1)
-    throw Exception(io::ErrorKind::usage, "--micro-batch, --micro-batches and --sequence-length are at least 1");
+    fail_usage("--micro-batch, --micro-batches and --sequence-length are at least 1");
   if (options.train && has_experts_on_demand(model->spec()))
-    throw Exception(io::ErrorKind::usage, "a model with experts on demand is not trained");
+    fail_usage("a model with experts on demand is not trained");
   SessionOptions planned = options;
   swap::Store::Contents left;
   if (options.resume) {
@@ -74,8 +73,7 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
   }
   windows = window_steps(model->spec());
   if (windows != 0 && options.train && options.loss.pairs())
-    throw Exception(io::ErrorKind::usage,
-                    "projectors are those of the cross-entropy's gradient: a loss of pairs has none");
+    fail_usage("projectors are those of the cross-entropy's gradient: a loss of pairs has none");
   const ProbedModel probed = probe();
   const auto plan_with = [&](std::uint64_t chunk_elements) {
     planned.chunk_elements = chunk_elements;
@@ -85,7 +83,7 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
         if (!options.fewer_micro_batches || planned.micro_batches == 1) throw;
       }
   };
-  plan = options.resume ? plan_to_go_on(left.chunk_elements, options.host_memory, plan_with)
+  plan = options.resume ? plan_to_resume(left.chunk_elements, options.host_memory, plan_with)
                         : plan_with(options.chunk_elements);
   if (options.resume && plan.layout->chunk_elements() != left.chunk_elements) {
     copied = copied_bytes(*plan.layout);
@@ -108,7 +106,7 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
                                                                  .record = options.record});
   missed = nothing_missed();
   if (options.train && model->spec().config.experts.count != 0) expert_places.emplace(model->spec(), plan.packed);
-  rows_waiting.assign(plan.layout->chunks().size(), false);
+  sparse_waiting.assign(plan.layout->chunks().size(), false);
   if (has_experts_on_demand(model->spec()))
     visits = std::make_unique<swap::VisitPlanner>(*plan.layout, plan.arrangement);
   else
@@ -256,9 +254,9 @@ void Session::Impl::check_write_limit() const {
   const std::uint64_t loading = copied + plan.writes.load;
   const std::uint64_t least = loading + writes_of_next_step() * (one_more ? 2 : 1);
   if (options.write_limit != 0 && least > options.write_limit)
-    throw Exception(io::ErrorKind::usage, "--max-tb-written allows no step: loading writes " + std::to_string(loading) +
-                                              " bytes to storage and a step " + std::to_string(least - loading) +
-                                              "; the smallest that works is " + terabytes(least));
+    fail_usage("--max-tb-written allows no step: loading writes " + std::to_string(loading) +
+               " bytes to storage and a step " + std::to_string(least - loading) + "; the smallest that works is " +
+               terabytes(least));
 }
 
 ProbedModel Session::Impl::probe() {

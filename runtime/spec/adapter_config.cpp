@@ -162,10 +162,9 @@ std::string adapter_init_name(const AdapterConfig& config) {
 
 void set_adapter_init(AdapterConfig& config, const std::string& name) {
   if (!set_known_init(config, name) || config.init == AdapterInit::galore)
-    throw Exception(io::ErrorKind::usage,
-                    fmt::format("adapters begin as {} or {}N, with N from 1 to {}; there is no \"{}\"",
-                                fmt::join(std::span(kInits).first(kInits.size() - 1), ", "), kIterated, kMostIterations,
-                                printable(name)));
+    fail_usage(fmt::format("adapters begin as {} or {}N, with N from 1 to {}; there is no \"{}\"",
+                           fmt::join(std::span(kInits).first(kInits.size() - 1), ", "), kIterated, kMostIterations,
+                           printable(name)));
 }
 
 std::uint64_t basis_columns(const AdapterConfig& config, std::uint64_t rank, std::uint64_t out, std::uint64_t in) {

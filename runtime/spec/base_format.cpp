@@ -36,14 +36,12 @@ void set_base_format(ModelSpec& spec, WeightFormat format, const std::vector<std
   spec.base_format = format;
   spec.base_plain = plain;
   if (format == WeightFormat::bf16) return;
-  if (window_steps(spec) != 0)
-    throw Exception(io::ErrorKind::usage, "weights whose gradients are projected are written again: they stay in bf16");
+  if (window_steps(spec) != 0) fail_usage("weights whose gradients are projected are written again: they stay in bf16");
   const bool adapted = !spec.adapter_config_json.empty();
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors)
       if (adapter_part(tensor) == AdapterPart::initial_a)
-        throw Exception(io::ErrorKind::usage,
-                        "adapters that begin with factors of the base are added when its format is known, not before");
+        fail_usage("adapters that begin with factors of the base are added when its format is known, not before");
   for_each_base_weight(spec, [&](TensorSpec& tensor) {
     if (adapted && tensor.trainable) return;
     tensor.trainable = false;

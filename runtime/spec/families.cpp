@@ -156,8 +156,8 @@ const FamilyRow& family_of(const JsonFields& fields, const std::string& as) {
   if (!as.empty() && named == families().end()) {
     std::vector<std::string_view> types;
     for (const FamilyRow& row : families()) types.push_back(row.model_type);
-    throw Exception(io::ErrorKind::usage, fmt::format("--as {}: there is no such family; it must be one of {}",
-                                                      printable(as), fmt::join(types, ", ")));
+    fail_usage(
+        fmt::format("--as {}: there is no such family; it must be one of {}", printable(as), fmt::join(types, ", ")));
   }
   const auto checked = [&](const FamilyRow& row) -> const FamilyRow& {
     if (as.empty() || as == row.model_type) return row;

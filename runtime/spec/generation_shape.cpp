@@ -28,9 +28,7 @@ std::int64_t short_context(const ModelSpec& spec) {
 }
 
 void check_prompt(const Tokens& prompt, std::size_t number, const ModelSpec& spec, std::int64_t new_tokens) {
-  const auto wrong = [&](const std::string& what) {
-    throw Exception(io::ErrorKind::usage, "prompt " + std::to_string(number + 1) + " " + what);
-  };
+  const auto wrong = [&](const std::string& what) { fail_usage("prompt " + std::to_string(number + 1) + " " + what); };
   if (prompt.empty()) wrong("has no token");
   for (const std::int64_t token : prompt)
     if (token < 0 || token >= spec.config.vocab_size)

@@ -76,7 +76,7 @@ LossKind parse_loss(const std::string& name) {
   if (name == "dpo") return LossKind::dpo;
   if (name == "simpo") return LossKind::simpo;
   if (name == "orpo") return LossKind::orpo;
-  throw Exception(io::ErrorKind::usage, "a loss is cross-entropy, dpo, simpo or orpo, not " + name);
+  fail_usage("a loss is cross-entropy, dpo, simpo or orpo, not " + name);
 }
 
 PairLoss pair_loss(const LossRule& rule, const Completion& chosen, const Completion& rejected) {

@@ -11,13 +11,11 @@ namespace {
 constexpr std::size_t kLongest = 1000;
 
 std::regex compiled(const std::string& text, const std::string& before, const std::string& after) {
-  if (text.size() > kLongest)
-    throw Exception(io::ErrorKind::usage,
-                    fmt::format("\"{}\" is longer than {} characters", printable(text), kLongest));
+  if (text.size() > kLongest) fail_usage(fmt::format("\"{}\" is longer than {} characters", printable(text), kLongest));
   try {
     return std::regex(before + text + after, std::regex::ECMAScript | std::regex_constants::__polynomial);
   } catch (const std::regex_error&) {
-    throw Exception(io::ErrorKind::usage, fmt::format("\"{}\" is no regular expression", printable(text)));
+    fail_usage(fmt::format("\"{}\" is no regular expression", printable(text)));
   }
 }
 

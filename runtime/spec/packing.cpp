@@ -53,8 +53,8 @@ swap::GroupShape group_of(const StateFormat& format, Kind kind, std::uint64_t el
 Precision parse_precision(std::string_view name) {
   for (int i = 0; i < 3; ++i)
     if (name == kPrecisionNames[i]) return static_cast<Precision>(i);
-  throw Exception(io::ErrorKind::usage, "--precision " + std::string(name) +
-                                            " is unknown: use fp32-master+adam8, fp32-master+adam32 or bf16-sr+adam8");
+  fail_usage("--precision " + std::string(name) +
+             " is unknown: use fp32-master+adam8, fp32-master+adam32 or bf16-sr+adam8");
 }
 
 const char* precision_name(Precision precision) {

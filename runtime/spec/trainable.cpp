@@ -54,19 +54,18 @@ std::vector<std::string> some_names(const ModelSpec& spec) {
 void expect_used(const std::vector<Pattern>& patterns, const ModelSpec& spec, const char* what) {
   for (const Pattern& pattern : patterns)
     if (!pattern.used())
-      throw Exception(io::ErrorKind::usage, fmt::format("{} has \"{}\" in its name; there are, for instance, {}", what,
-                                                        pattern.text(), fmt::join(some_names(spec), ", ")));
+      fail_usage(fmt::format("{} has \"{}\" in its name; there are, for instance, {}", what, pattern.text(),
+                             fmt::join(some_names(spec), ", ")));
 }
 
 }  // namespace
 
 void set_trainable(ModelSpec& spec, const TrainableConfig& config) {
-  if (window_steps(spec) != 0)
-    throw Exception(io::ErrorKind::usage, "what is trained is chosen before gradients are projected, not after");
+  if (window_steps(spec) != 0) fail_usage("what is trained is chosen before gradients are projected, not after");
   std::vector<Pattern> wanted = patterns_of(config.trainable), frozen = patterns_of(config.freeze);
   if (config.last_layers < 0 || config.last_layers > spec.config.layers)
-    throw Exception(io::ErrorKind::usage, fmt::format("the last {} layers cannot be trained: the model has {}",
-                                                      config.last_layers, spec.config.layers));
+    fail_usage(
+        fmt::format("the last {} layers cannot be trained: the model has {}", config.last_layers, spec.config.layers));
   std::set<std::size_t> last;
   for (const StageSpec& stage : spec.stages)
     if (stage.block >= spec.config.layers - config.last_layers && stage.block >= 0)
@@ -81,7 +80,7 @@ void set_trainable(ModelSpec& spec, const TrainableConfig& config) {
     }
   expect_used(wanted, spec, "no tensor");
   expect_used(frozen, spec, "no tensor");
-  if (!any) throw Exception(io::ErrorKind::usage, "no tensor is left to train");
+  if (!any) fail_usage("no tensor is left to train");
   if (!(config == TrainableConfig()))
     spec.trainable_json =
         nlohmann::json{{"trainable", config.trainable}, {"freeze", config.freeze}, {"last_layers", config.last_layers}}
@@ -108,8 +107,7 @@ void set_learning_rates(ModelSpec& spec, const std::vector<std::pair<std::string
   std::vector<Pattern> patterns;
   for (const auto& [text, scale] : by_pattern) {
     if (!(scale >= 0 && scale < 1e9))
-      throw Exception(io::ErrorKind::usage,
-                      fmt::format("a learning rate is multiplied by {}; it must be at least 0 and below 1e9", scale));
+      fail_usage(fmt::format("a learning rate is multiplied by {}; it must be at least 0 and below 1e9", scale));
     patterns.emplace_back(text);
   }
   for (UnitSpec& unit : spec.units)

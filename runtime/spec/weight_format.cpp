@@ -169,8 +169,8 @@ void dequantise(WeightFormat format, const std::vector<std::int64_t>& shape, std
 WeightFormat parse_weight_format(std::string_view name) {
   for (const auto& [format, known] : kNames)
     if (name == known && format != WeightFormat::fp32) return format;
-  throw Exception(io::ErrorKind::usage, "no weight format is called \"" + std::string(name) +
-                                            "\"; there are bf16, fp8, fp8-rows, mxfp4, int8, nf4 and nf4-double");
+  fail_usage("no weight format is called \"" + std::string(name) +
+             "\"; there are bf16, fp8, fp8-rows, mxfp4, int8, nf4 and nf4-double");
 }
 
 const char* weight_format_name(WeightFormat format) {

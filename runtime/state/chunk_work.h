@@ -37,7 +37,7 @@ struct TensorPiece {
 };
 
 // The model, the layout and the threads outlive this.
-class ChunkWork : public swap::HostWork {
+class ChunkWork : public swap::UpdateWork {
  public:
   ChunkWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads, std::uint64_t seed)
       : model_(model), layout_(layout), threads_(threads), seed_(seed), measured_(layout.chunks().size()) {}

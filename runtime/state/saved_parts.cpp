@@ -9,9 +9,8 @@ namespace tierflow {
 
 void expect_plain(const TensorSpec& tensor, const char* done) {
   if (tensor.format != WeightFormat::bf16)
-    throw Exception(io::ErrorKind::usage, tensor.name + " is stored as " + weight_format_name(tensor.format) +
-                                              ", which is not " + done +
-                                              ": use base_precision=\"bf16\", or the model that it came from");
+    fail_usage(tensor.name + " is stored as " + weight_format_name(tensor.format) + ", which is not " + done +
+               ": use base_precision=\"bf16\", or the model that it came from");
 }
 
 std::vector<TensorHeader> headers_of(const std::vector<UnitSpec>& units, const PackedModel& packed,
@@ -27,7 +26,7 @@ std::vector<TensorHeader> headers_of(const std::vector<UnitSpec>& units, const P
       }
       if (elements != 0) expect_plain(of, "saved");
       if (elements != 0 && elements != tensor.elements)
-        throw Exception(io::ErrorKind::usage, of.name + " is saved in parts that are not the whole");
+        fail_usage(of.name + " is saved in parts that are not the whole");
     }
   return headers;
 }

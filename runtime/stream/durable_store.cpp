@@ -42,8 +42,7 @@ std::string durable_identity(const std::vector<UnitSpec>& units, const StreamerO
 
 std::optional<swap::Store::Contents> find_durable(const std::vector<UnitSpec>& units, const StreamerOptions& options,
                                                   const Progress& progress, const Say& say) {
-  if (options.storage.empty())
-    throw Exception(io::ErrorKind::usage, "a durable run keeps its state in folders, and none is named: use --storage");
+  if (options.storage.empty()) fail_usage("a durable run keeps its state in folders, and none is named: use --storage");
   const Folders first = finish_move(volume_in(options, options.engine), say);
   const Folders& lies = first.empty() ? options.storage : first;
   const LeftStore left = find_left_store(lies);

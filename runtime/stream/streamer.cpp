@@ -32,7 +32,7 @@ StreamerPlan Streamer::Impl::make_plan(const std::vector<std::vector<int>>& stag
   };
   if (!left) return plan_with(options.chunk_elements);
   const io::VolumeOptions storage = volume_in(options, options.engine);
-  StreamerPlan made = cut_for(plan_to_go_on(left->chunk_elements, options.host_memory, plan_with), storage,
+  StreamerPlan made = cut_for(plan_to_resume(left->chunk_elements, options.host_memory, plan_with), storage,
                               left->chunk_elements, plan_with, say, progress);
   left = value_or_throw(swap::Store::inspect(storage));  // a copy's generations have other numbers
   return made;
@@ -78,8 +78,7 @@ void Streamer::Impl::make_store() {
 
 Weights Streamer::enter(int stage, swap::Pass pass, const std::vector<bool>& gradients, bool gradients_stay) {
   Impl& impl = *impl_;
-  if (impl.turn.visit != nullptr)
-    throw Exception(io::ErrorKind::usage, "two streamed modules run at the same time: one calls the other");
+  if (impl.turn.visit != nullptr) fail_usage("two streamed modules run at the same time: one calls the other");
   if (impl.torch_device.is_cuda()) expect_default_stream({c10::DeviceType::CUDA, 0});
   impl.executor().append(
       impl.planner->visit({.stage = stage, .pass = pass, .gradients = gradients, .gradients_stay = gradients_stay}),
@@ -121,14 +120,14 @@ void Streamer::collect(const Weights& leaves) {
 
 void Streamer::add(const Gradients& gradients) {
   const torch::NoGradGuard no_grad;
-  if (impl_->turn.visit == nullptr) throw Exception(io::ErrorKind::usage, "no turn is being taken");
+  if (impl_->turn.visit == nullptr) fail_usage("no turn is being taken");
   for (std::size_t i = 0; i < gradients.size(); ++i)
     if (gradients[i].defined()) impl_->add(i, gradients[i]);
 }
 
 Gradients Streamer::sums(const Weights& leaves) {
   const torch::NoGradGuard no_grad;
-  if (impl_->turn.visit == nullptr) throw Exception(io::ErrorKind::usage, "no turn is being taken");
+  if (impl_->turn.visit == nullptr) fail_usage("no turn is being taken");
   std::vector<torch::Tensor> given(leaves.size());
   for (std::size_t i = 0; i < std::min(leaves.size(), impl_->sums.size()); ++i) {
     Sum& sum = impl_->sums[i];
@@ -249,7 +248,7 @@ torch::Tensor Streamer::read(int unit, int tensor, bool master) {
 void Streamer::write(int unit, int tensor, const torch::Tensor& values) {
   Impl& impl = *impl_;
   if (values.sizes() != torch::IntArrayRef(impl.shape(unit, tensor)))
-    throw Exception(io::ErrorKind::usage, "the shape of " + impl.units[unit].tensors[tensor].name + " cannot change");
+    fail_usage("the shape of " + impl.units[unit].tensors[tensor].name + " cannot change");
   expect_plain(impl.units[unit].tensors[tensor], "written");
   impl.finish_update(unit);
   impl.quiet();

@@ -50,9 +50,9 @@ struct Streamer::Impl {
   // Everything planned is done, nothing runs: extents may be accessed.
   void quiet() {
     if (turn.visit != nullptr)
-      throw Exception(io::ErrorKind::usage,
-                      "a streamed parameter or gradient was read or written while another module runs: do it before or "
-                      "after forward() and backward()");
+      fail_usage(
+          "a streamed parameter or gradient was read or written while another module runs: do it before or "
+          "after forward() and backward()");
     throw_if(executor().drain());
   }
   void open_sums();

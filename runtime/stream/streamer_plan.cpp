@@ -74,7 +74,7 @@ StreamerPlan::StreamerPlan(const std::vector<UnitSpec>& units, const std::vector
     says("--host-memory", options.host_memory, host);
     if (options.storage.empty()) text += "; or name a --storage folder to keep the state there";
   }
-  throw Exception(io::ErrorKind::usage, text);
+  fail_usage(text);
 }
 
 bool StreamerPlan::fits(const StreamerOptions& options) {

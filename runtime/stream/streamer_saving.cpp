@@ -15,8 +15,7 @@ std::string Streamer::save(const std::filesystem::path& folder, const SavedParts
   for (const ExtraTensor& tensor : extra) {
     const auto type = tensor.type;
     if (type != torch::kFloat32 && type != torch::kBFloat16 && type != torch::kFloat16)
-      throw Exception(io::ErrorKind::usage,
-                      tensor.as.name + " is neither float32, bfloat16 nor float16: it cannot be saved");
+      fail_usage(tensor.as.name + " is neither float32, bfloat16 nor float16: it cannot be saved");
     headers.push_back({.name = tensor.as.name,
                        .dtype = type == torch::kFloat32    ? Dtype::f32
                                 : type == torch::kBFloat16 ? Dtype::bf16
@@ -41,8 +40,8 @@ std::string Streamer::save(const std::filesystem::path& folder, const SavedParts
 void Streamer::Impl::between_steps(const char* what) const {
   for (int unit = 0; unit < static_cast<int>(units.size()); ++unit)
     if (planner->gradients_of(unit) != 0)
-      throw Exception(io::ErrorKind::usage, std::string("training state is ") + what +
-                                                " between steps: call the optimizer's step() and zero_grad() first");
+      fail_usage(std::string("training state is ") + what +
+                 " between steps: call the optimizer's step() and zero_grad() first");
 }
 
 void Streamer::save_state(const std::filesystem::path& file, const Progress& progress) {
@@ -59,8 +58,7 @@ void Streamer::load_state(const std::filesystem::path& file, const Progress& pro
 }
 
 void Streamer::Impl::expect_durable() const {
-  if (!options.durable)
-    throw Exception(io::ErrorKind::usage, "the state goes with the process: nothing of it is committed");
+  if (!options.durable) fail_usage("the state goes with the process: nothing of it is committed");
 }
 
 void Streamer::commit(const StreamerCommit& commit) {

@@ -15,7 +15,7 @@
 namespace tierflow::swap {
 namespace {
 
-struct QuickWork final : HostWork {
+struct QuickWork final : UpdateWork {
   io::Error measure(const Chunk&, std::span<const std::byte>) override { return {}; }
   io::Error update(const Chunk&, std::span<const std::byte>, std::span<std::byte>, std::span<std::byte>) override {
     return {};

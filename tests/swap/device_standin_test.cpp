@@ -261,7 +261,7 @@ Outcome use_everything() {
 }
 
 // A small model, resident in host memory, two steps: its weights after them.
-class Work final : public HostWork {
+class Work final : public UpdateWork {
  public:
   io::Error measure(const Chunk&, std::span<const std::byte>) override { return {}; }
   io::Error update(const Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,

@@ -39,7 +39,7 @@ bool all_ones(std::span<const std::byte> bytes) {
 }
 
 // Updates nothing, and looks at what it is given: every byte of the state is 1.
-class IdleWork final : public HostWork {
+class IdleWork final : public UpdateWork {
  public:
   explicit IdleWork(std::atomic<int>& wrong) : wrong_(wrong) {}
   io::Error measure(const Chunk&, std::span<const std::byte>) override { return {}; }

@@ -33,7 +33,7 @@ Layout small_layout() {
   return Layout(std::move(units), std::move(stages), kChunkQuantum);
 }
 
-struct Work final : HostWork {
+struct Work final : UpdateWork {
   std::function<void()> measuring = [] {};
   std::function<void()> committing = [] {};
   std::function<void()> updating = [] {};

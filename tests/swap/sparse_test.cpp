@@ -60,15 +60,15 @@ class Client {
     return used;
   }
   // used: empty for a flush, which brings all up to date.
-  StepRows next(const std::vector<bool>& used) {
+  SparseChunks next(const std::vector<bool>& used) {
     const std::vector<bool> none(layout_.chunks().size(), false);
-    StepRows rows{.used = used.empty() ? none : used, .missed = none, .waiting = waiting_};
+    SparseChunks sparse{.used = used.empty() ? none : used, .missed = none, .waiting = waiting_};
     for (const int chunk : layout_.sparse_chunks()) {
-      rows.missed[chunk] = !waiting_[chunk] && had_[chunk] < updates_ && (used.empty() || used[chunk]);
-      if (waiting_[chunk] || rows.missed[chunk]) had_[chunk] = updates_;
+      sparse.missed[chunk] = !waiting_[chunk] && had_[chunk] < updates_ && (used.empty() || used[chunk]);
+      if (waiting_[chunk] || sparse.missed[chunk]) had_[chunk] = updates_;
     }
     waiting_ = none;
-    return rows;
+    return sparse;
   }
   void stands(const std::vector<bool>& used, bool at_once) {
     ++updates_;
@@ -110,14 +110,14 @@ TEST(Sparse, PlansOfRandomPartsAreProved) {
     for (int step = 0; step < 14; ++step) {
       const std::vector<bool> used = client.some(random);
       const auto play = [&](bool commits, Updates updates) {
-        const StepRows rows = client.next(used);
-        const Plan plan = planner.train_step(pending, commits, updates, rows);
-        ASSERT_EQ(checker.train_step(plan, pending, commits, updates, rows).message(), "");
+        const SparseChunks sparse = client.next(used);
+        const Plan plan = planner.train_step(pending, commits, updates, sparse);
+        ASSERT_EQ(checker.train_step(plan, pending, commits, updates, sparse).message(), "");
         for (const Task& task : plan.tasks) {
           caught_up += task.kind == TaskKind::catch_up ? 1 : 0;
           if (task.chunk < 0 || !planned.layout->chunks()[task.chunk].sparse) continue;
           const bool of_commit = task.stage == -1;
-          EXPECT_TRUE(of_commit || rows.used[task.chunk] || rows.missed[task.chunk] || rows.waiting[task.chunk]);
+          EXPECT_TRUE(of_commit || sparse.used[task.chunk] || sparse.missed[task.chunk] || sparse.waiting[task.chunk]);
         }
         pending = false;
       };
@@ -134,8 +134,8 @@ TEST(Sparse, PlansOfRandomPartsAreProved) {
       if (!skipped) client.stands(used, stands_at_once);
       pending = !skipped && !stands_at_once && defers(planned.arrangement);
       if (random() % 4 != 0 || (!pending && !client.behind())) continue;
-      const StepRows rows = client.next({});
-      ASSERT_EQ(checker.flush(planner.flush(pending, rows), pending, rows).message(), "");
+      const SparseChunks sparse = client.next({});
+      ASSERT_EQ(checker.flush(planner.flush(pending, sparse), pending, sparse).message(), "");
       pending = false;
       ASSERT_EQ(checker.evaluate(planner.evaluate(2, random() % 2 == 0)).message(), "");
     }
@@ -159,27 +159,27 @@ TEST(Sparse, WhatIsNotUpToDateIsRefused) {
       Planner planner(*planned.layout, planned.arrangement);
       PlanChecker checker(*planned.layout, planned.arrangement);
       Client known(planned);
-      StepRows rows = known.next(but_one);
+      SparseChunks sparse = known.next(but_one);
       ASSERT_EQ(checker
-                    .train_step(planner.train_step(false, false, Updates::as_arranged, rows), false, false,
-                                Updates::as_arranged, rows)
+                    .train_step(planner.train_step(false, false, Updates::as_arranged, sparse), false, false,
+                                Updates::as_arranged, sparse)
                     .message(),
                 "");
       known.stands(but_one, false);
       const bool pending = defers(planned.arrangement);
       if (wrong == std::string("evaluated behind")) {
-        rows = known.next(but_one);
-        EXPECT_EQ(checker.flush(planner.flush(pending, rows), pending, rows).message(), "");
+        sparse = known.next(but_one);
+        EXPECT_EQ(checker.flush(planner.flush(pending, sparse), pending, sparse).message(), "");
         EXPECT_NE(checker.evaluate(planner.evaluate(2)).message(), "");
         continue;
       }
-      rows = known.next(all);
-      ASSERT_TRUE(rows.missed[chunk]);
-      StepRows told = rows;
+      sparse = known.next(all);
+      ASSERT_TRUE(sparse.missed[chunk]);
+      SparseChunks told = sparse;
       if (wrong == std::string("not caught up")) told.missed[chunk] = false;
       if (wrong == std::string("caught up twice")) told.missed[planned.layout->sparse_chunks()[0]] = true;
       const Plan plan = planner.train_step(pending, false, Updates::as_arranged, told);
-      EXPECT_EQ(checker.train_step(plan, pending, false, Updates::as_arranged, rows).message().empty(),
+      EXPECT_EQ(checker.train_step(plan, pending, false, Updates::as_arranged, sparse).message().empty(),
                 wrong == std::string("nothing"));
     }
   }

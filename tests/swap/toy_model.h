@@ -123,7 +123,7 @@ inline Reference run_reference(const Toy& toy, const Layout& layout, int steps, 
   return reference;
 }
 
-class ToyWork final : public HostWork {
+class ToyWork final : public UpdateWork {
  public:
   io::Error measure(const Chunk& chunk, std::span<const std::byte> gradient) override {
     ++measured;

@@ -28,7 +28,7 @@ inline void apply(std::uint16_t& word, std::uint16_t gradient, std::byte& state)
   word = static_cast<std::uint16_t>((word * 3 + gradient + static_cast<unsigned>(state)) & 0x7fff);
 }
 
-class Work final : public HostWork {
+class Work final : public UpdateWork {
  public:
   io::Error measure(const Chunk&, std::span<const std::byte>) override { return {}; }
   io::Error accumulate(const Chunk& chunk, std::span<const std::byte> incoming, std::span<std::byte> high,
