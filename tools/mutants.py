@@ -100,6 +100,12 @@ class Patch:
         return Patch(path, promise, [line[4:].strip() for line in said if line.startswith("run:")], files, text[len(head) :])
 
 
+def pytest_command(source, words):
+    """pytest for these words of a patch's `run:`, with the settings of the checkout in `source`."""
+    words = [str(source / word) if word.startswith("tests/") else word for word in words]
+    return [str(source / ".venv/bin/python"), "-m", "pytest", "-x", "-q", "--rootdir", str(source), *words]
+
+
 class Harness:
     """The copy, its two builds, and what their test programs take when nothing is wrong."""
 
@@ -127,9 +133,7 @@ class Harness:
         words = shlex.split(tests)
         if words[0] == "pytest":
             source = self.tree.source
-            words = [str(source / word) if word.startswith("tests/") else word for word in words[1:]]
-            python = [str(source / ".venv/bin/python"), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(source)]
-            return "all", ["env", f"TIERFLOW_BUILD={build.folder}", *python, *words], 1
+            return "all", ["env", f"TIERFLOW_BUILD={build.folder}", *pytest_command(source, words[1:])], 1
         chosen = [f"--gtest_filter={':'.join(words[1:])}"] if words[1:] else []
         return words[0], [str(build.folder / words[0]), "--gtest_fail_fast", *chosen], SHARDS
 

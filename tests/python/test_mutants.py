@@ -159,6 +159,13 @@ def test_every_mutation_of_the_lists_applies():
     assert list(mutants.faults_of_equivalents(ROOT, mutants.read_equivalents(ROOT / "tests/mutants/equivalent.toml"))) == []
 
 
+def test_tests_in_python_run_with_the_settings_of_the_checkout():
+    command = mutants.pytest_command(ROOT, ["tests/python/test_mutants.py", "-k", "with_the_settings", "--collect-only"])
+    ended = subprocess.run(command, cwd="/", capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "1/" in ended.stdout
+
+
 def test_what_cannot_compile_is_not_drawn():
     lines = ["for (int i = 0; i < n; ++i) {\n", "  sum += a * i;\n", "}\n", "const float* p = begin_of(pending);\n"]
     lines += ["while (a) {\n", "  if (b) {\n", "    c();\n", "  }\n", "  d();\n", "}\n"]
