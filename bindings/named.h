@@ -2,6 +2,7 @@
 // Options that Python gives by name.
 #include <torch/csrc/utils/pybind.h>
 
+#include <set>
 #include <string>
 
 #include "runtime/base/exception.h"
@@ -18,17 +19,19 @@ class Named {
     known_ += std::string(known_.empty() ? "" : ", ") + name;
     if (!options_.contains(name)) return;
     field = options_[name].template cast<Field>();
-    ++taken_;
+    taken_.insert(name);
   }
   // Throws Exception (kind usage), with the names that were asked for, where there is one that nothing took.
   void expect_no_more() const {
-    if (taken_ != options_.size()) fail_usage("an option of the session is unknown; there are " + known_);
+    for (const auto& [name, value] : options_)
+      if (const std::string text = pybind11::str(name); !taken_.contains(text))
+        fail_usage("an option of the session is unknown: \"" + text + "\"; there are " + known_);
   }
 
  private:
   const pybind11::dict& options_;
   std::string known_;
-  std::size_t taken_ = 0;
+  std::set<std::string> taken_;
 };
 
 }  // namespace tierflow::bindings

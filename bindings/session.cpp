@@ -128,6 +128,8 @@ Wanted wanted_of(const std::string& model, const py::dict& options) {
   session.allow_any_filesystem = session.allow_buffered = any_filesystem;
   if (!precision.empty()) session.precision = parse_precision(precision);
   session.loss = loss_of(loss);
+  if (wanted.method == "full" && !adapters.empty())
+    fail_usage("adapters= is for method=\"lora\" or \"galore\"; without method= every weight is trained");
   wanted.adapters = adapter_of(adapters, wanted.method == "galore");
   return wanted;
 }
@@ -281,22 +283,17 @@ class PythonSession {
     Evaluation found;
     {
       const py::gil_scoped_release released;
-      found = session().evaluate(
-          static_cast<std::int64_t>(batches.size()),
-          [&](std::int64_t index) {
-            MicroBatch counted = batches[index];
-            if (rule.pairs()) counted.labels = head_labels(rule, counted);
-            return counted;
-          },
-          [&](std::int64_t index, const MicroBatch&, const HeadScores& scores) {
-            if (scores.top_ids.defined()) tops.emplace_back(scores.top_ids, scores.top_log_probabilities);
-            if (!rule.pairs()) return;
-            MicroBatch batch = batches[index];
-            sums.push_back(row_log_probabilities(batch, scores.losses));
-            if (rule.computes_reference()) batch.reference = row_log_probabilities(batch, scores.reference_losses);
-            if (!rule.needs_reference() || !batch.reference.empty())
-              totals.add(pair_totals(rule, batch, scores.losses));
-          });
+      std::vector<MicroBatch> counted = batches;
+      if (rule.pairs())
+        for (MicroBatch& batch : counted) batch.labels = head_labels(rule, batch);
+      found = session().evaluate(counted, [&](std::int64_t index, const MicroBatch&, const HeadScores& scores) {
+        if (scores.top_ids.defined()) tops.emplace_back(scores.top_ids, scores.top_log_probabilities);
+        if (!rule.pairs()) return;
+        MicroBatch batch = batches[index];
+        sums.push_back(row_log_probabilities(batch, scores.losses));
+        if (rule.computes_reference()) batch.reference = row_log_probabilities(batch, scores.reference_losses);
+        if (!rule.needs_reference() || !batch.reference.empty()) totals.add(pair_totals(rule, batch, scores.losses));
+      });
     }
     py::dict result;
     result["loss"] = found.loss;

@@ -26,7 +26,7 @@ class Session:
     method: "full"; "lora", adapters beside a base that is never written; or "galore", projected gradients (docs/galore.md).
     adapters: a dictionary. For "lora": rank, alpha, dropout, rank_stabilised, dora, targets, exclude, layers, parameters, parameters_alone, saved, init. For "galore":
         rank, update_gap, scale, targets, exclude, layers. adapter: a PEFT folder to begin with. base_precision: for "lora", how the base is stored.
-    loss: a dictionary. kind "cross-entropy", "dpo", "simpo" or "orpo", with beta and gamma; or for distillation top (the number of tokens that the teacher named for
+    loss: a dictionary, or the kind alone. kind "cross-entropy", "dpo", "simpo" or "orpo", with beta and gamma; or for distillation top (the number of tokens that the teacher named for
         each position), alpha, ce_alpha and temperature. With "lora", the reference of dpo is the model without its adapters, and each step computes it in its own
         visits. Otherwise each micro-batch brings a `reference`: `log_probabilities` of evaluate() before the first step.
 
@@ -52,7 +52,7 @@ class Session:
         adapters: Mapping[str, Any] | None = None,
         adapter: str | os.PathLike | None = None,
         base_precision: str = "bf16",
-        loss: Mapping[str, Any] | None = None,
+        loss: Mapping[str, Any] | str | None = None,
         precision: str = "fp32-master+adam8",
         micro_batch: int = 1,
         micro_batches: int = 1,
@@ -72,7 +72,7 @@ class Session:
         device: str = "cpu",
         allow_any_filesystem: bool = False,
     ) -> None:
-        rule = dict(loss or {})
+        rule = {"kind": loss} if isinstance(loss, str) else dict(loss or {})
         self._pairs = rule.get("kind", "cross-entropy") != "cross-entropy"
         self._folder = os.fspath(folder)
         run = {

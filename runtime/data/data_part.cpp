@@ -186,7 +186,10 @@ void DataPart::prepare_examples(const DataOptions& options, const std::vector<So
   summary_.tokens = rows.tokens;
   source_ = std::move(packed);
   if (source_->count() == 0) {
-    std::string why = fmt::format("holds nothing to train on: {} examples", rows.examples);
+    std::string why = packing == Packing::concat && rows.untrained < rows.examples
+                          ? fmt::format("holds {} tokens, fewer than one sequence of {}: {} examples", rows.tokens,
+                                        length_, rows.examples)
+                          : fmt::format("holds nothing to train on: {} examples", rows.examples);
     if (rows.untrained != 0) why += fmt::format(", {} rows without a token to train on", rows.untrained);
     if (rows.untrained_when_cut != 0)
       why += fmt::format(", {} without one in the first {} tokens (a larger --sequence-length keeps more)",

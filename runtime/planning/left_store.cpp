@@ -94,6 +94,21 @@ std::size_t part_of(const Folders& storage) {
   return found == count ? 0 : count;
 }
 
+// folder: one of `storage`, which has a part of the store.
+void refuse_other_folders(const Folders& storage, const fs::path& folder, const fs::path& state) {
+  for (std::size_t i = 0; i < storage.size(); ++i)
+    if (names_folder({storage.begin() + static_cast<std::ptrdiff_t>(i) + 1, storage.end()}, storage[i]))
+      fail(io::ErrorKind::usage, storage[i].string(), "is named twice");
+  auto part = io::membership(volume_of(storage), folder);
+  if (!part.ok() || !part->has_value() || (*part)->count >= storage.size()) return;
+  const std::size_t count = (*part)->count;
+  fail(io::ErrorKind::usage, state.string(),
+       count == 1 ? fmt::format("holds a whole state, and {} folders were named: name {} alone", storage.size(),
+                                folder.string())
+                  : fmt::format("holds a part of a state over {} folders, and {} were named: name only these", count,
+                                storage.size()));
+}
+
 bool was_interrupted(const Folders& storage) {
   io::Result<bool> found = io::creation_was_interrupted(volume_of(storage));
   return found.ok() && *found;
@@ -138,6 +153,7 @@ LeftStore find_left_store(const Folders& storage, Held held) {
     auto contents = contents_of(storage, held);
     const io::Error why = contents.ok() ? io::Error{} : contents.error();
     if (why && (why.kind == io::ErrorKind::locked || why.kind == io::ErrorKind::io)) throw Exception(why);
+    if (why) refuse_other_folders(storage, folder, state);
     const bool blank = contents.ok() && contents->generation == 0;
     const json note = note_of(storage.front());
     // The note comes right after the store: without one, the store was never used.

@@ -39,7 +39,8 @@ struct LeftStore {
 };
 enum class Held : std::uint8_t { is_refused, is_read };
 // Throws Exception of kind locked if a process holds it, unless `held` says that it is read while that process holds
-// it; of kind io if the drive fails, so that nobody takes for lost what can be read later.
+// it; of kind io if the drive fails, so that nobody takes for lost what can be read later; of kind usage if folders are
+// named that have no part of the store, or one is named twice.
 LeftStore find_left_store(const Folders& storage, Held held = Held::is_refused);
 
 // Throws Exception if a store lies in one of the folders: of kind locked if a process holds it; else of kind

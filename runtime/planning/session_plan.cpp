@@ -160,9 +160,10 @@ SessionPlan arrange_first(const ModelSpec& spec, const SessionOptions& options, 
     if (spec.stages[stage].backward_needs_input) stages[stage].carry_bytes = needs.carry_bytes.at(stage);
   for (std::size_t stage = 0; stage < stages.size(); ++stage)
     if (spec.stages[stage].together) stages[stage].together = micro_batches_together(options);
-  plan.layout = std::make_shared<swap::Layout>(
-      std::move(shapes), std::move(stages),
-      options.chunk_elements != 0 ? options.chunk_elements : chunk_elements_for(options.host_memory));
+  plan.layout = std::make_shared<swap::Layout>(std::move(shapes), std::move(stages),
+                                               options.chunk_elements != 0
+                                                   ? options.chunk_elements
+                                                   : chunk_elements_for(options.host_memory - needs.host_fixed));
   if (windows) plan.loading = std::max(plan.loading, window_bytes(spec, *plan.layout));
   return arrange_again(plan, spec, options, needs);
 }
@@ -179,7 +180,7 @@ SessionPlan arrange_again(const SessionPlan& other, const ModelSpec& spec, const
   const bool uses_spare_device_memory = options.uses_spare_device_memory.value_or(options.device == "cuda");
   swap::ArrangeRequest request{
       .host_budget = options.host_memory,
-      .host_workspace = std::max(plan.loading, plan.exporting),
+      .host_workspace = needs.host_fixed + std::max(plan.loading, plan.exporting),
       .device_budget = options.device_memory,
       .workspace = plan.workspace + needs.device_fixed,
       .evaluation_workspace = static_cast<std::uint64_t>(std::max(0, kMostEvaluated - options.micro_batches)) *
@@ -202,7 +203,7 @@ SessionPlan arrange_again(const SessionPlan& other, const ModelSpec& spec, const
   auto arranged = swap::arrange(*plan.layout, request);
   if (!arranged.ok() && can_wait && plan.exporting > plan.loading) {
     plan.exporting = 0;
-    request.host_workspace = plan.loading;
+    request.host_workspace = needs.host_fixed + plan.loading;
     arranged = swap::arrange(*plan.layout, request);
   }
   plan.arrangement = value_or_throw(std::move(arranged));
@@ -237,23 +238,22 @@ SessionPlan arrange_again(const SessionPlan& other, const ModelSpec& spec, const
   return plan;
 }
 
-// What `plan` makes of the options that are left beside these keys and values.
+// What `plan` makes of these needs, with room for these keys and values.
 template <class Plan>
-SessionPlan beside(const CachePlacement& cache, const SessionOptions& options, const Plan& plan) {
+SessionPlan beside(const CachePlacement& cache, const SessionOptions& options, ComputeNeeds needs, const Plan& plan) {
   if (cache.host != 0 && cache.host >= options.host_memory)
     fail_usage("--host-memory " + human_bytes(options.host_memory) + " is too small: keys and values of " +
                std::to_string(options.cache.sequences) + " sequences take " + human_bytes(cache.host) +
                " of it, and the weights on their way need room too");
-  SessionOptions rest = options;
-  rest.host_memory -= cache.host;
+  needs.host_fixed = cache.host;
   try {
-    SessionPlan made = plan(rest);
+    SessionPlan made = plan(needs);
     made.cache = cache;
     return made;
   } catch (const Exception& error) {
     if (cache.host == 0 || error.error().kind != io::ErrorKind::usage) throw;
     io::Error told = error.error();
-    told.detail += "; keys and values take " + human_bytes(cache.host) + " of --host-memory besides";
+    told.detail += "; keys and values take " + human_bytes(cache.host) + " of it";
     throw Exception(std::move(told));
   }
 }
@@ -265,7 +265,8 @@ SessionPlan beside(const CachePlacement& cache, const SessionOptions& options, c
 SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs) {
   const CacheShape& shape = options.cache;
   const auto with = [&](const CachePlacement& cache) {
-    return beside(cache, options, [&](const SessionOptions& rest) { return arrange_first(spec, rest, needs); });
+    return beside(cache, options, needs,
+                  [&](const ComputeNeeds& with_cache) { return arrange_first(spec, options, with_cache); });
   };
   const std::int64_t layers = cached_layers(shape);
   if (layers == 0 || options.storage.empty()) return with(CachePlacement::in_ram(shape));
@@ -296,8 +297,8 @@ SessionPlan plan_session(const ModelSpec& spec, const SessionOptions& options, c
 
 SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const SessionOptions& options,
                        const ComputeNeeds& measured) {
-  return beside(other.cache, options,
-                [&](const SessionOptions& rest) { return arrange_again(other, spec, rest, measured); });
+  return beside(other.cache, options, measured,
+                [&](const ComputeNeeds& with_cache) { return arrange_again(other, spec, options, with_cache); });
 }
 
 SessionPlan plan_that_fits(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs) {

@@ -30,6 +30,7 @@ struct ComputeNeeds {
                                         // stage in parts holds, ids and tables
 
   std::uint64_t device_fixed = 0;  // always taken: context, kernels, handles of libraries
+  std::uint64_t host_fixed = 0;    // of the host budget: keys and values in RAM
   std::uint64_t held_peak = 0;     // what torch holds at that peak, with blocks cached for reuse; 0: not measured
 
   // The part of the device budget that is set aside: an eighth more than measured, because torch reuses blocks that are

@@ -161,7 +161,8 @@ class Generation {
     report(ids.size(), seconds_since(started));
   }
 
-  // A line of standard input, then the answer, until the input ends.
+  // A line of standard input, then the answer, until the input ends. On a terminal an empty line ends it too; elsewhere
+  // it says nothing.
   void talk() {
     const std::int64_t most = model_.spec().config.max_positions;
     const std::int64_t context = most > 0 ? std::min(options_.context, most) : options_.context;
@@ -180,9 +181,10 @@ class Generation {
     const auto next_line = [&](std::string& line) {
       throw_if_stopped();
       if (terminal) std::cerr << "> ";
-      return lines.next(line) && !line.empty();
+      return lines.next(line) && !(terminal && line.empty());
     };
     for (std::string line; next_line(line);) {
+      if (line.empty()) continue;
       if (find_invalid_utf8(line) != std::string::npos) fail_input("standard input", "is not UTF-8");
       messages.push_back({{"role", "user"}, {"content", line}});
       const std::vector<Tokens> ids = tokenizer_->encode(OrderedJson::array({{{"messages", messages}}}));

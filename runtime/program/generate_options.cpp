@@ -111,6 +111,8 @@ GenerateOptions parse_generate(const std::vector<std::string>& words) {
     fail_usage("`tierflow generate` needs --prompt, --prompts or --chat");
   if (!options.system.empty() && !options.chat) fail_usage("--system is for --chat");
   if (options.tokenizer.empty()) fail_usage("--tokenizer is empty; give auto, bytes or a tokenizer.json");
+  if (options.json && options.chat && options.prompt.empty() && options.prompts.empty())
+    fail_usage("--json prints an object a prompt: it needs --prompt or --prompts; a talk with --chat alone is text");
   return options;
 }
 

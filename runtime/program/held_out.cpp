@@ -28,9 +28,10 @@ HeldOut::HeldOut(const TrainOptions& options, const Dataset& data, const Prefere
       log_(log),
       record_(record),
       summary_(summary) {
-  if (data_.held_out_sequences() == 0 && (options.export_best || options.early_stopping_patience > 0))
+  if (data_.held_out_sequences() == 0 &&
+      (options.eval_every > 0 || options.export_best || options.early_stopping_patience > 0))
     fail_usage(
-        "--export-best and --early-stopping-patience need held-out sequences, and there are none: raise "
+        "--eval-every, --export-best and --early-stopping-patience need held-out sequences, and there are none: raise "
         "--held-out, or give more data");
 }
 

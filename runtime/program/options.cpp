@@ -137,7 +137,7 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
       "steps after which the model is also written to checkpoint-N in the folder of --out; 0: at the end alone");
   table.integer("export-keep", o.export_keep, 0, "keep so many of these, the last ones; 0: all");
   table.bytes("export-bandwidth", o.export_bandwidth,
-              "bytes a second at which a model is written, and read back, while training goes on; 0: no limit");
+              "bytes a second at which a model is written, and read back, while training goes on; auto: no limit");
   table.flag(
       "export-best", o.export_best,
       "also keep the model with the lowest held-out loss of all evaluations, as checkpoint-N in the folder of --out");

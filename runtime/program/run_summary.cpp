@@ -12,6 +12,11 @@ namespace {
 
 using nlohmann::json;
 
+// "200 steps", or where earlier processes made some of them "135 steps, 66 to 200,".
+std::string steps_text(std::int64_t all, std::int64_t here) {
+  return here >= all ? fmt::format("{} steps", all) : fmt::format("{} steps, {} to {},", here, all - here + 1, all);
+}
+
 json predicted_json(const RunSummary& run, const TrainingLog& log) {
   if (!run.prediction) return {};
   json lanes;
@@ -32,10 +37,11 @@ void say_what_is_durable(const TrainOptions& options, const Session& session, st
                          TrainingLog& log) {
   const int every = session.commit_every();
   if (session.steps() >= steps)
-    log.say(fmt::format("the run is finished, after step {} of {}: a larger --steps goes on", session.steps(), steps));
+    log.say(fmt::format("the run is finished, after step {} of {}: {}", session.steps(), steps,
+                        options.no_export ? "a larger --steps goes on" : "its result is written"));
   else if (resumed)
     log.say(fmt::format("resumed after step {} of {}: {}", session.steps(), steps, options.storage.front().string()));
-  if (every != 0)
+  if (every != 0 && session.steps() < steps)
     log.say(fmt::format("durability: {} committed in {}; after a crash the same command goes on",
                         every == 1 ? "every step is" : fmt::format("every {} steps are", every),
                         options.storage.front().string()));
@@ -88,6 +94,7 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
   const auto or_null = [](double loss) { return std::isfinite(loss) ? json(loss) : json(); };
   const bool written = run.usable && !run.out.empty();
   json summary{{"steps", run.steps},
+               {"steps_of_this_process", log.steps()},
                {"tokens_per_s", log.tokens_per_second()},
                {"training_s", log.training_seconds()},
                {"loss", or_null(run.last_loss)},
@@ -121,16 +128,19 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
     summary["embedding"] = {{"rows_a_step", embedding.rows / static_cast<double>(log.steps())}, {"share_moved", share}};
   log.object({{"summary", summary}});
   const auto moved = [&](const char* lane) { return human_bytes(lanes[lane]["bytes"].get<std::uint64_t>()); };
-  log.say(fmt::format("\n{} steps in {:.{}f} s: {}, limited by {}", run.steps, log.training_seconds(),
-                      log.training_seconds() < 10 ? 2 : 1, speed_text(log.tokens_per_second()),
-                      log.limiting_lane(session)));
+  if (log.steps() != 0)
+    log.say(fmt::format("\n{} in {:.{}f} s: {}, limited by {}", steps_text(run.steps, log.steps()),
+                        log.training_seconds(), log.training_seconds() < 10 ? 2 : 1,
+                        speed_text(log.tokens_per_second()), log.limiting_lane(session)));
   if (run.prediction && run.steps > 1)
     log.say(fmt::format("predicted {:.3g} s a step, measured {:.3g}: {:+.1f}%", run.prediction->step_seconds,
                         log.typical_step_seconds(),
                         100 * (run.prediction->step_seconds / log.typical_step_seconds() - 1)));
   if (run.evaluated)
-    log.say(fmt::format("held-out loss {} before, {} after", loss_text(run.held_out_before),
-                        loss_text(run.held_out_after)));
+    log.say(fmt::format("held-out loss {} before{}", loss_text(run.held_out_before),
+                        run.usable && !std::isfinite(run.held_out_after)
+                            ? ", and no evaluation after"
+                            : ", " + loss_text(run.held_out_after) + " after"));
   log.say(fmt::format("device memory {} at most, budget {}; host memory {}, budget {}; process {} at most",
                       human_bytes(memory.device_peak), human_bytes(memory.device_budget), human_bytes(memory.host_used),
                       human_bytes(memory.host_budget), human_bytes(resident_set_peak())));

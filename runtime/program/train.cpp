@@ -76,6 +76,12 @@ class Training {
     if (is_unconverted(spec_.base_format) && options_.base_precision == kOwnFormat)
       log_.say(fmt::format("the base stays in {}, as the folder has it; --base-precision bf16 makes bf16 of it",
                            weight_format_name(spec_.base_format)));
+    if (left_.resumable && left_.step > steps_)
+      fail(
+          io::ErrorKind::usage, left_.state.string(),
+          fmt::format("holds the state after step {0}, and this run would end after step {1}: --steps {0} writes it as "
+                      "the result, more go on, --fresh begins anew",
+                      left_.step, steps_));
     open_session();
     requests_.emplace(options_.storage, [this](const std::string& line) { log_.say(line); });
     out_.check_space();  // once more: the store lies on the same drive, it may be
@@ -93,7 +99,6 @@ class Training {
     }
     if (step == 0) evaluate_first();
     held_out_.recall(*session_);
-    result_.held_out_after = result_.held_out_before;
     bool at_limit = false;
     bool out_of_memory = step > 0 && step < steps_ && !within_memory(step, [&] { between_steps(step); });
     while (!out_of_memory && step < steps_ && stop_signal() == 0 && !too_many_skipped() && !held_out_.stops_early() &&

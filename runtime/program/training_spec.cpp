@@ -57,6 +57,8 @@ ModelSpec training_spec(const TrainOptions& options) {
     if (options.method == "galore") add_adapters(spec, galore_config(options));
   }
   set_learning_rates(spec, learning_rate_scales(options));
+  if (options.method == "galore" && loss_rule(options).distills())
+    fail_usage("--method galore projects the gradient of the cross-entropy: it has no --distill");
   if (!loss_rule(options).pairs()) return spec;
   if (options.method == "galore")
     fail_usage("--method galore projects the gradient of the cross-entropy: it has no --loss " + options.loss);

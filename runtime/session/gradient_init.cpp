@@ -100,11 +100,14 @@ std::unique_ptr<GradientInit> Session::Impl::gradient_pass(const std::vector<Mic
   return nullptr;
 }
 
-void Session::Impl::begin_with_gradient(const std::vector<MicroBatch>& batches) {
+void Session::Impl::check_gradient_pass(const std::vector<MicroBatch>& batches) const {
   if (!waits_for_gradient())
     fail_usage(windows == 0 ? "the adapters have their first values: they wait for no gradient"
                             : "the window of this projector has not ended");
   check_batches(batches, true);
+}
+
+void Session::Impl::begin_with_gradient(const std::vector<MicroBatch>& batches) {
   const torch::NoGradGuard no_grad;
   flush();
   const std::uint64_t cap = torch_bytes();

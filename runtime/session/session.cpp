@@ -40,6 +40,7 @@ Session::Session(Model model, SessionOptions options, AdamW adamw, const Progres
 Session::~Session() = default;
 
 StepResult Session::step(const std::vector<MicroBatch>& batches, double lr) {
+  impl_->check_step(batches);
   const StepResult result = guarded(impl_->executor(), [&] {
     impl_->drain_ahead();
     return impl_->step(batches, lr);
@@ -51,14 +52,17 @@ bool Session::waits_for_gradient() const {
   return impl_->waits_for_gradient();
 }
 void Session::begin_with_gradient(const std::vector<MicroBatch>& batches) {
+  impl_->check_gradient_pass(batches);
   guarded(impl_->executor(), [&] {
     impl_->drain_ahead();
     impl_->begin_with_gradient(batches);
   });
   impl_->throw_if_out_of_memory();
 }
-Evaluation Session::evaluate(const std::vector<MicroBatch>& batches) {
-  return evaluate(static_cast<std::int64_t>(batches.size()), [&](std::int64_t index) { return batches[index]; });
+Evaluation Session::evaluate(const std::vector<MicroBatch>& batches, const Scored& scored) {
+  impl_->check_batches(batches, false);
+  return evaluate(
+      static_cast<std::int64_t>(batches.size()), [&](std::int64_t index) { return batches[index]; }, scored);
 }
 Evaluation Session::evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
                              const Scored& scored, const Progress& progress) {
@@ -67,6 +71,7 @@ Evaluation Session::evaluate(std::int64_t count, const std::function<MicroBatch(
   return result;
 }
 std::vector<torch::Tensor> Session::next_logits(const std::vector<CachedRow>& rows, bool another) {
+  impl_->check_rows(rows);
   auto logits = guarded(impl_->executor(), [&] { return impl_->next_logits(rows, another); });
   impl_->throw_if_out_of_memory();
   return logits;
@@ -172,12 +177,16 @@ void Session::Impl::expect_first_values() const {
   if (lacks_first_values) fail_usage("the adapters have no first values yet: begin_with_gradient() makes them");
 }
 
-StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr) {
-  const auto started = std::chrono::steady_clock::now();
+void Session::Impl::check_step(const std::vector<MicroBatch>& batches) const {
   check_batches(batches, true);
   expect_first_values();
   if (window_ended() && window_tried != steps)
     fail_usage("the next window needs its projector first: begin_with_gradient() makes it of the step's gradient");
+  if (options.loss.pairs()) count_pairs(options.loss, batches);  // throws where it refuses them
+}
+
+StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr) {
+  const auto started = std::chrono::steady_clock::now();
   const PairCounts pairs = options.loss.pairs() ? count_pairs(options.loss, batches) : PairCounts{};
   const torch::NoGradGuard no_grad;
   const auto kept = kept_step.lock();

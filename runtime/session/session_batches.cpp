@@ -49,6 +49,16 @@ void Session::Impl::check_batches(const std::vector<MicroBatch>& batches, bool t
   }
 }
 
+void Session::Impl::check_rows(const std::vector<CachedRow>& rows) const {
+  if (rows.size() > static_cast<std::size_t>(options.micro_batches))
+    fail_usage("a pass takes at most " + std::to_string(options.micro_batches) + " rows");
+  for (const CachedRow& row : rows)
+    if (row.ids.dim() != 2 || row.ids.size(0) != 1 || row.ids.size(1) > options.micro_batch * options.sequence_length)
+      fail_usage("a row has at most " + std::to_string(options.micro_batch * options.sequence_length) + " tokens");
+  for (std::size_t i = 0; i < rows.size(); ++i)
+    check_tokens({.ids = rows[i].ids}, model->spec().config.vocab_size, "row " + std::to_string(i));
+}
+
 void Session::Impl::seed_random(int stage, int micro_batch) const {
   if (!model->draws_random_numbers()) return;
   std::uint64_t key = mix_bits(options.seed + 0x9e3779b97f4a7c15ULL);

@@ -40,6 +40,8 @@ struct Session::Impl {
   std::uint64_t writes_of_next_step() const;  // an export's or commit's included
 
   // session.cpp
+  // Throws where step(batches) would be refused. Nothing has changed then: the session is as good as before.
+  void check_step(const std::vector<MicroBatch>& batches) const;
   StepResult step(const std::vector<MicroBatch>& batches, double lr);
   // used: by chunk, of the sparse ones.
   void finish_step(StepResult& result, const OptimizerWork& work, double lr, const std::vector<bool>& used);
@@ -60,6 +62,7 @@ struct Session::Impl {
   Gradients gradients_of(const swap::Entered& entered, int micro_batch) const;
   std::vector<Shared> share(const std::vector<MicroBatch>& batches);
   void check_batches(const std::vector<MicroBatch>& batches, bool train) const;
+  void check_rows(const std::vector<CachedRow>& rows) const;
   void seed_random(int stage, int micro_batch) const;
 
   // session_rows.cpp
@@ -78,6 +81,7 @@ struct Session::Impl {
   void undo();  // undoes a speculative step: state and weights are again those with which it began
 
   // gradient_init.cpp
+  void check_gradient_pass(const std::vector<MicroBatch>& batches) const;
   void begin_with_gradient(const std::vector<MicroBatch>& batches);
   std::unique_ptr<GradientInit> gradient_pass(const std::vector<MicroBatch>& batches);
   void take_first_values(const GradientInit& found);

@@ -360,13 +360,6 @@ Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<Micro
 
 std::vector<torch::Tensor> Session::Impl::next_logits(const std::vector<CachedRow>& rows, bool another) {
   const torch::NoGradGuard no_grad;
-  if (rows.size() > static_cast<std::size_t>(options.micro_batches))
-    fail_usage("a pass takes at most " + std::to_string(options.micro_batches) + " rows");
-  for (const CachedRow& row : rows)
-    if (row.ids.dim() != 2 || row.ids.size(0) != 1 || row.ids.size(1) > options.micro_batch * options.sequence_length)
-      fail_usage("a row has at most " + std::to_string(options.micro_batch * options.sequence_length) + " tokens");
-  for (std::size_t i = 0; i < rows.size(); ++i)
-    check_tokens({.ids = rows[i].ids}, model->spec().config.vocab_size, "row " + std::to_string(i));
   if (pending || !ahead) flush();
   std::vector<Shared> shared;
   compute(true, [&] {

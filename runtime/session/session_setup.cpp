@@ -138,7 +138,9 @@ void Session::Impl::check_resumed(const std::string& identity) const {
   const auto then = nlohmann::json::parse(identity, nullptr, false);
   const auto now = nlohmann::json::parse(store_identity(model->spec(), options));
   const auto refuse = [&](const std::string& what) {
-    throw Exception(io::Error{.kind = io::ErrorKind::usage, .path = options.storage.front().string(), .detail = what});
+    throw Exception(io::Error{.kind = io::ErrorKind::usage,
+                              .path = options.storage.front().string(),
+                              .detail = what + ": go on as that run was, or begin anew (--fresh)"});
   };
   const auto differs = [&](const std::string& key) {
     const auto before = then.value(key, nlohmann::json()), here = now.value(key, nlohmann::json());

@@ -42,20 +42,21 @@ bool any_fits(std::vector<Pattern>& patterns, const std::string& name) {
 }
 
 // Names of tensors, those of the first block for all blocks.
-std::vector<std::string> some_names(const ModelSpec& spec) {
+std::vector<std::string> some_names(const ModelSpec& spec, bool trained) {
   std::vector<std::string> names;
   std::set<std::string> roles;
   for (const UnitSpec& unit : spec.units)
     for (const TensorSpec& tensor : unit.tensors)
-      if (roles.insert(tensor.role).second) names.push_back(tensor.name);
+      if ((!trained || tensor.trainable) && roles.insert(tensor.role).second) names.push_back(tensor.name);
   return names;
 }
 
-void expect_used(const std::vector<Pattern>& patterns, const ModelSpec& spec, const char* what) {
+void expect_used(const std::vector<Pattern>& patterns, const ModelSpec& spec, bool trained = false) {
   for (const Pattern& pattern : patterns)
     if (!pattern.used())
-      fail_usage(fmt::format("{} has \"{}\" in its name; there are, for instance, {}", what, pattern.text(),
-                             fmt::join(some_names(spec), ", ")));
+      fail_usage(fmt::format("no tensor{} has \"{}\" in its name; there are, for instance, {}",
+                             trained ? " that is trained" : "", pattern.text(),
+                             fmt::join(some_names(spec, trained), ", ")));
 }
 
 }  // namespace
@@ -78,8 +79,8 @@ void set_trainable(ModelSpec& spec, const TrainableConfig& config) {
       tensor.trainable = tensor.trainable && named && !out;
       any = any || tensor.trainable;
     }
-  expect_used(wanted, spec, "no tensor");
-  expect_used(frozen, spec, "no tensor");
+  expect_used(wanted, spec);
+  expect_used(frozen, spec);
   if (!any) fail_usage("no tensor is left to train");
   if (!(config == TrainableConfig()))
     spec.trainable_json =
@@ -118,7 +119,7 @@ void set_learning_rates(ModelSpec& spec, const std::vector<std::pair<std::string
         if (patterns[i].fits(tensor.name)) first = i;
       if (first < patterns.size()) tensor.lr_scale *= by_pattern[first].second;
     }
-  expect_used(patterns, spec, "no tensor that is trained");
+  expect_used(patterns, spec, /*trained=*/true);
 }
 
 void remove_dropout(ModelSpec& spec) {

@@ -189,6 +189,8 @@ def test_a_talk_on_the_terminal_remembers(chat):
     assert answers == [text for role, text in turns if role == "assistant"]
     assert done.stdout == "".join(answer + "\n" for answer in answers)
     first = answers[0]
+    # A line without words, in what a script writes, is no message and ends nothing.
+    assert run(chat, *talk, input=f"\n{asked[0]}\n\n").stdout == first + "\n"
     # What the turns before had is not computed again: all of the first prompt, at least; a third turn takes over more.
     log = chat / "talk.json"
     run(chat, *talk, "--log-json", log, input="What is 2 + 2?\nagain\nand again\n")
@@ -245,6 +247,7 @@ def test_what_cannot_be_answered_is_one_line(chat):
     assert "answered.jsonl:2: ends with a message of the assistant" in refused(*model, "--prompts", "answered.jsonl", code=3)
     assert 'has no token "<nope>"' in refused(*model, "--prompt", "a", "--stop", "<nope>", code=3)
     assert "beyond the model's 512 positions" in refused(*model, "--prompt", "a " * 600, code=2)
+    assert "--json prints an object a prompt" in refused(*model, "--chat", "--json", code=2)
     assert "--temperature is -1" in refused(*model, "--prompt", "a", "--temperature", "-1", code=2)
     (chat / "many.txt").write_text("a\n" * 30)
     assert "keys and values of 30 sequences take" in refused(*model, "--prompts", "many.txt", "--max-new-tokens", "400", code=2)
@@ -368,6 +371,17 @@ def test_an_answer_does_not_cross_the_length_where_rotary_factors_change(work):
         assert worst_choice(model, prompt, found[number]["tokens"]) < 0.1
     done = run(work, "generate", "--model", "model", "--prompt", short, "--max-new-tokens", "8", *SMALL, ok=False)
     assert done.returncode == 2 and "other rotary factors" in the_error(done.stderr) and "at most 5 new ones" in done.stderr
+
+
+def test_the_smallest_host_memory_that_is_named_works(work):
+    (work / "config.json").write_text(json.dumps(config()))
+    run(work, "init", "--config", "config.json", "--out", "model")
+    words = ["generate", "--model", "model", "--prompt", "a", "--max-new-tokens", "40", "--device", "cpu", "--device-memory", "64MiB", "--json"]
+    refused = the_error(run(work, *words, "--host-memory", "64KiB", ok=False).stderr)
+    assert "--host-memory 64KiB is too small" in refused and "keys and values take" in refused
+    smallest = re.search(r"the smallest that works is (\w+)", refused)[1]
+    (line,) = run(work, *words, "--host-memory", smallest).stdout.splitlines()
+    assert len(json.loads(line)["tokens"]) == 40
 
 
 def test_the_smallest_device_memory_that_is_named_holds_a_long_answer(work):

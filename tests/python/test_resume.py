@@ -417,6 +417,21 @@ def test_a_finished_run_leaves_the_state_of_the_next_one(work):
         shutil.rmtree(work / "second")
 
 
+def test_fewer_steps_than_are_done_end_no_run(work):
+    expected = uninterrupted(work)
+    died = run(work, *TRAIN, *TIGHT, "--engine", "threads", "--durability", "step", ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:store/state.tfv:kill", "TIERFLOW_FAIL_NTH": "12"})
+    assert died.returncode == -signal.SIGKILL
+    step = json.loads(run(work, "status", "store", "--json").stdout)["step"]
+    assert step > 1
+    left = files(work / "store")
+    refused = run(work, *changed(TRAIN, {"--steps": str(step - 1)}), *TIGHT, "--engine", "threads", "--durability", "step", ok=False)
+    assert refused.returncode == 2 and f"holds the state after step {step}, and this run would end after step {step - 1}" in the_error(refused.stderr)
+    assert files(work / "store") == left
+    done = run(work, *TRAIN, *TIGHT, "--engine", "threads", "--durability", "step")
+    assert losses(work) == expected and weights(work / "out") == weights(work / "whole")
+    assert f"{STEPS - step} steps, {step + 1} to {STEPS}, in" in done.stderr
+
+
 def test_a_finished_run_says_so(work):
     kept = [word for word in TRAIN if word not in ("--out", "out")] + ["--no-export", *TIGHT]
     run(work, *kept)

@@ -33,6 +33,26 @@ def work(base, tmp_path_factory):  # noqa: F811
     return folder
 
 
+def test_what_is_given_in_vain_is_refused_by_name(work):
+    for words, options in (("adapters= is for method=", {"adapters": {"rank": 3}}), ('"rnk"', {"method": "lora", "adapters": {"rnk": 3}}), ("a learning rate is a number, 0 or more", {"lr": -1.0}),
+                           ("a learning rate is a number", {"lr": math.nan}), ('a loss is cross-entropy, dpo', {"loss": "gold"})):  # fmt: skip
+        with pytest.raises(tierflow.UsageError, match=words):
+            tierflow.Session(work / "model", tierflow.Budget(**BUDGET), sequence_length=LENGTH, **options)
+    with tierflow.Session(work / "model", tierflow.Budget(**BUDGET), method="lora", loss="dpo", sequence_length=LENGTH) as session:
+        assert session.computes_reference
+
+
+def test_a_refused_batch_leaves_the_session_as_it_was(work, tmp_path):
+    batch = stepped(rows_of(work), 2, 1)[0]
+    with tierflow.Session(work / "model", tierflow.Budget(**BUDGET), sequence_length=LENGTH, micro_batch=2, lr=LR) as session:
+        session.step(batch)
+        for call in session.step, session.evaluate:
+            with pytest.raises(tierflow.UsageError, match="beyond the vocabulary"):
+                call([{name: value + 100000 if name == "input_ids" else value for name, value in batch[0].items()}])
+        assert session.step(batch)["loss"] > 0
+        session.save(tmp_path / "out")
+
+
 def pairs_of(work, **more):
     return tierflow.data.Pairs(work / "pairs.tfd", vocab_size=vocabulary(work), sequence_length=LENGTH, **more)
 

@@ -106,6 +106,16 @@ def test_what_cannot_be_moved_is_said_and_stays(work):
     run(work, "verify", "a,b")
 
 
+def test_a_folder_too_many_is_said_and_the_state_stays(work):
+    killed_at(work, "flush:a/state.tfv", "a", nth=9)
+    (work / "other").mkdir()
+    for command in (["verify"], ["status"], ["export", "--out", "exported", "--storage"]):
+        for folders, words in (("a,other", "holds a whole state, and 2 folders were named: name a alone"), ("a,a", "is named twice")):
+            refused = run(work, *command, folders, ok=False)
+            assert refused.returncode == 2 and words in the_error(refused.stderr), refused.stderr
+    run(work, "verify", "a")
+
+
 def test_a_copied_folder_does_not_move_the_state_it_was_copied_from(work):
     """Its note names the others, and the state there is not its own."""
     killed_at(work, "flush:a/state.tfv", "a", "b", nth=9)

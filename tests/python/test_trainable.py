@@ -40,5 +40,6 @@ def test_a_run_goes_on_with_the_same_choice_alone(work, base):
 
 def test_what_cannot_be_is_one_line(work, base):
     for words, why in ((["--trainable", "wte"], 'no tensor has "wte" in its name'), (["--freeze", "."], "no tensor is left to train"), (["--trainable-layers", "3"], "the model has 2"),
-                       (["--lr-scale", "lora_B=2"], 'no tensor that is trained has "lora_B"'), (["--method", "lora", "--trainable", "q_proj"], "are for --method full")):
+                       (["--lr-scale", "lora_B=2"], 'no tensor that is trained has "lora_B"'),
+                       (["--method", "lora", "--lr-scale", "embed_tokens=2"], 'there are, for instance, base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'), (["--method", "lora", "--trainable", "q_proj"], "are for --method full")):
         assert why in the_error(run(work, *TRAIN, *words, "--out", "out", *small(), ok=False).stderr)

@@ -13,6 +13,7 @@
 #include "runtime/checkpoint/source_folder.h"
 #include "runtime/device/device_memory.h"
 #include "swap/arrange.h"
+#include "tests/runtime/expect.h"
 #include "tests/runtime/session/fixture.h"
 
 namespace tierflow::testing {
@@ -175,6 +176,38 @@ TEST(Session, LearnsARepeatedBatch) {
   double last = first;
   for (int i = 0; i < 60; ++i) last = session.step(batch, 1e-2).loss;
   EXPECT_LT(last, 0.3 * first);
+}
+
+TEST(Session, WhatItRefusesLeavesItAsItWas) {
+  DeviceMemory::install();
+  const Folder folder;
+  const Model model{make_model(parse_model_spec(cases().front().json, "llama")), initial(1)};
+  const auto steps = [&](const std::function<void(Session&)>& between) {
+    Session session(model, streamed(resident(2), folder));
+    std::vector<double> seen;
+    for (int step = 0; step < 3; ++step) {
+      seen.push_back(session.step(batches(2, step)).loss);
+      between(session);
+    }
+    seen.push_back(session.evaluate(batches(3, 7)).loss);
+    return seen;
+  };
+  const auto expected = steps([](Session&) {});
+  const auto refused = [](const auto& call, std::string_view words) {
+    expect_refusal(io::ErrorKind::usage, {words}, call);
+  };
+  EXPECT_EQ(steps([&](Session& session) {
+              auto beyond = batches(2, 5), wide = batches(2, 5);
+              beyond[1].ids.add_(1000);
+              wide[0].ids = wide[0].ids.repeat({2, 1});
+              wide[0].labels = wide[0].labels.repeat({2, 1});
+              refused([&] { session.step(beyond); }, "micro-batch 1: id");
+              refused([&] { session.step(wide); }, "at most 2 x 16 tokens");
+              refused([&] { session.step(batches(1, 5)); }, "a step takes 2 micro-batches");
+              refused([&] { session.evaluate(beyond); }, "micro-batch 1: id");
+              refused([&] { session.begin_with_gradient(batches(2, 5)); }, "wait for no gradient");
+            }),
+            expected);
 }
 
 TEST(Session, RefusesBudgetsThatCannotWorkAndNamesTheSmallest) {
