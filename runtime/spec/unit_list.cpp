@@ -29,7 +29,8 @@ std::vector<UnitSpec> parse_unit_list(const json& list, const std::string& where
         TensorSpec& of = spec.tensors.emplace_back();
         of.name = tensor.at(0).get<std::string>();
         of.shape = tensor.at(1).get<std::vector<std::int64_t>>();
-        of.format = parse_weight_format(tensor.at(2).get<std::string>());
+        const auto format = tensor.at(2).get<std::string>();  // an option never names fp32
+        of.format = format == weight_format_name(WeightFormat::fp32) ? WeightFormat::fp32 : parse_weight_format(format);
         of.trainable = tensor.at(3).get<bool>();
         of.moments_32 = tensor.at(4).get<bool>();
       }

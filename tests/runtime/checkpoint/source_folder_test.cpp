@@ -75,6 +75,9 @@ TEST(SourceFolder, IsTheOneThatTheHashIsOf) {
   CheckpointWriter writer(dir.path() / "result", other.headers());
   testing::expect_refusal(io::ErrorKind::input, {"not those that the run began with"},
                           [&] { other.write(writer, one.hash()); });
+  CheckpointWriter back(dir.path() / "back", one.headers());  // whichever hash is the larger
+  testing::expect_refusal(io::ErrorKind::input, {"not those that the run began with"},
+                          [&] { one.write(back, other.hash()); });
 }
 
 // A mask that older versions of transformers saved in GPT-NeoX, where its head may be called lm_head too.

@@ -213,6 +213,19 @@ TEST(Profile, OfAModelIsOfNoDrive) {
 }
 
 // A file that is damaged counts as missing, and is said to be so.
+TEST(Profile, ATimeBelowZeroIsMeasuredAgain) {
+  const TempDir folder;
+  ASSERT_EQ(setenv("XDG_CACHE_HOME", folder.path().c_str(), 1), 0);
+  std::string said;
+  const ModelSpec spec = small();
+  const ProfileCache cache(spec, {.storage = {folder.path()}}, "build", [&](const std::string& line) { said += line; });
+  ModelProfile model = distinct(spec);
+  model.seconds_allowed = -0.5;
+  cache.keep(model);
+  EXPECT_FALSE(cache.model());
+  EXPECT_NE(said.find("seconds_allowed is missing or negative"), std::string::npos) << said;
+}
+
 TEST(Profile, ADamagedFileIsWarnedOfAndMeasuredAgain) {
   const TempDir folder;
   ASSERT_EQ(setenv("XDG_CACHE_HOME", folder.path().c_str(), 1), 0);

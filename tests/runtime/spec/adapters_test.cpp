@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "runtime/spec/packing.h"
+#include "support/temp_dir.h"
 #include "tests/runtime/expect.h"
 #include "tests/runtime/spec/small_llama.h"
 
@@ -257,6 +258,13 @@ TEST(AdapterConfig, ATiedEmbeddingThatIsSavedStaysTheHead) {
   ModelSpec spec = gpt2();
   add_adapters(spec, {.rank = 2, .saved = {"ln_f"}, .ties_saved = false});
   EXPECT_EQ(tied_name_beside_base(spec), "");
+}
+
+TEST(AdapterConfig, AFolderWithoutOneIsRefusedByTheFilesName) {
+  const testing::TempDir dir;
+  testing::expect_refusal(io::ErrorKind::input, {(dir.path() / "adapter_config.json").string()},
+                          [&] { read_adapter_config(dir.path()); });
+  testing::expect_refusal(io::ErrorKind::input, {"is no folder"}, [&] { read_adapter_config(dir.path() / "none"); });
 }
 
 TEST(AdapterConfig, FoldersOfOthersAreReadWithCare) {
