@@ -156,7 +156,7 @@ io::Error Store::restore(const RestoredExtent& use, const RestoreProgress& progr
     return {};
   }
   if (found_.size() > 1) return nothing_whole(newest, found_.back().block.generation, wrong);
-  return store_damaged("its only generation is damaged (" + newest + "). What is left is what was exported before");
+  return store_damaged("no generation is whole (" + newest + "). What is left is what was exported before");
 }
 
 io::Error Store::take_over(const Generation& found) {

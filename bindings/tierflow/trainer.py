@@ -87,7 +87,7 @@ class Trainer:
     def backward(self, micro_batches: Sequence[Any]) -> float:
         """Only forward and backward: afterwards there are gradients, as after a loop of backward(). Returns the mean loss."""
         if not micro_batches or isinstance(micro_batches, Mapping):
-            raise _native.UsageError("a step takes a list of micro-batches, at least one")
+            raise _native.UsageError("a step takes at least one micro-batch, in a list")
         beside = self._beside(micro_batches)
         lanes = self._lanes_for(len(micro_batches) + len(beside.batches))
         grad_mode = torch.is_grad_enabled()

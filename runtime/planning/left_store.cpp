@@ -187,8 +187,7 @@ LeftStore find_left_store(const Folders& storage, Held held) {
       left.line = fmt::format("is part of a state over {} folders of {}: name all of them", count, left.owner);
     } else {
       left.line = fmt::format(
-          "is what {} left when it ended before its time, and nothing can be got out of it ({}): --fresh discards it",
-          left.owner,
+          "was left by {}, which ended early, and nothing can be got out of it ({}): --fresh discards it", left.owner,
           blank                ? "the run that made it ended before its first commit"
           : why.detail.empty() ? why.message()
                                : why.detail);

@@ -203,7 +203,8 @@ void check_adapter(const TrainOptions& o) {
         "--lora-layers and --lora-exclude-modules choose among --lora-target-modules, which are none: name the layer "
         "in "
         "the path of the parameter");
-  if (given && !o.adapter.empty()) fail_usage("give --adapter or --lora-..., not both: the folder says what its are");
+  if (given && !o.adapter.empty())
+    fail_usage("give --adapter or --lora-..., not both: the folder's adapter_config.json sets rank, alpha and targets");
 }
 
 OptionTable merge_table(MergeOptions& o) {

@@ -105,6 +105,11 @@ void CommandLine::apply(std::vector<std::string> words) {
   std::reverse(words.begin(), words.end());  // as CLI11 wants them
   try {
     impl_->app.parse(words);
+  } catch (const CLI::ArgumentMismatch& error) {  // "--steps: At Most 1 required but received 2"
+    const std::string why = error.what(), name = why.substr(0, why.find(':'));
+    fail_usage(printable(name) + (why.find("received") != std::string::npos
+                                      ? " is given more than once, or with too many values"
+                                      : " needs a value"));
   } catch (const CLI::ParseError& error) {
     fail_usage(printable(error.what(), 300));
   }

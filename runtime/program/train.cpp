@@ -133,8 +133,9 @@ class Training {
                            steps_, record_.skipped_in_a_row));
     if (held_out_.stops_early() && step < steps_)
       log_.say(
-          fmt::format("stopped early after step {} of {}: no held-out loss of the last {} evaluations was the lowest "
-                      "by more than {}",
+          fmt::format("stopped early after step {} of {}: the last {} evaluations did not improve on the lowest "
+                      "held-out loss by more "
+                      "than {}",
                       step, steps_, record_.best.since, options_.early_stopping_threshold));
     // A step whose loss is not finite changed nothing; whether the model is sound, an evaluation tells.
     const bool doubtful = step > 0 && !std::isfinite(result_.last_loss);

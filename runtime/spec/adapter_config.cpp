@@ -114,7 +114,8 @@ void refuse(const JsonFields& fields, const char* name) {
 
 void check_parameters(const AdapterConfig& config) {
   if (config.parameters.empty()) {
-    if (config.parameters_alone) fail_usage("adapters for no linear layer and for no parameter are none at all");
+    if (config.parameters_alone)
+      fail_usage("there is nothing to adapt: no linear layers and no parameters are named as targets");
     return;
   }
   if (config.dropout != 0)

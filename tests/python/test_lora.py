@@ -380,7 +380,7 @@ def test_parameters_that_there_are_none_of_are_one_line(work, base):
     assert "have no dropout" in refused(work, *words, *EXPERTS, "--lora-dropout", "0.1")
     assert "have no magnitude" in refused(work, *words, *EXPERTS, "--use-dora")
     assert "begin as" in refused(work, *words, *EXPERTS, "--init", "olora")
-    assert "for no linear layer" in refused(work, *words, "--lora-target-modules", "none")
+    assert "there is nothing to adapt" in refused(work, *words, "--lora-target-modules", "none")
     for choice in (["--lora-layers", "0"], ["--lora-exclude-modules", "q_proj"], ["--lora-exclude-modules", ".*q_proj"]):
         assert "name the layer in the path" in refused(work, *words, *EXPERTS, "--lora-target-modules", "none", *choice)
     assert not (work / "out").exists()

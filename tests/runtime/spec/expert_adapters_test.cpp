@@ -224,7 +224,7 @@ TEST(ExpertAdapters, WhatCannotBeIsRefused) {
   for (const AdapterInit init : {AdapterInit::pissa, AdapterInit::olora, AdapterInit::lora_ga})
     refused({"begin as \"default\", not as"}, {.init = init});
   ModelSpec spec = mixtral();
-  expect_refusal(io::ErrorKind::usage, {"for no linear layer and for no parameter"},
+  expect_refusal(io::ErrorKind::usage, {"there is nothing to adapt"},
                  [&] { add_adapters(spec, {.parameters_alone = true}); });
 }
 
