@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import time
 
@@ -193,3 +194,40 @@ def test_who_asks_a_model_that_ends_is_told(made, tmp_path):
     tierflow.close(made[0])
     code, said = asks.answer()
     assert code == 0 and "result: " in said and (tmp_path / "so-far" / "config.json").exists()  # of what is committed
+
+
+class Branches(torch.nn.Module):
+    """Computes with as many of its blocks as the caller says."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(12))
+
+    def forward(self, x, blocks):
+        for block in list(self.blocks)[:blocks]:
+            x = block(x)
+        return x.float().square().mean()
+
+
+def test_a_commit_beside_the_backward_has_the_updates_of_modules_that_this_step_leaves_out(tmp_path):
+    def begin(folder):
+        model = tierflow.wrap(Branches().bfloat16(), plan_of([tmp_path / folder]))
+        opt = tierflow.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, opt, tierflow.resume(model, opt)
+
+    x = torch.randn(8, 64, dtype=torch.bfloat16)
+    model, opt, _ = begin("a")
+    first = masters(model)
+    model(x, 12).backward()
+    opt.step()
+    opt.zero_grad()
+    model(x, 2).backward()  # some blocks are fetched ahead; the updates of the last ones wait for a forward that does not come
+    comes_to(1, tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")  # what a kill would leave now
+    expected = masters(model)
+    tierflow.close(model, discard=True)
+    model, _, done = begin("b")
+    found = masters(model)
+    assert done == 1 and all(torch.equal(found[name], expected[name]) and not torch.equal(found[name], first[name]) for name in expected)
+    tierflow.close(model, discard=True)
