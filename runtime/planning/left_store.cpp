@@ -83,30 +83,31 @@ std::string whose(const json& note, const fs::path& state) {
   return text;
 }
 
-// How many folders the store lies in of which these have a part; 0 where they have all of it, or none.
-std::size_t part_of(const Folders& storage) {
-  std::size_t found = 0, count = 0;
+// Of the store that has a part in these folders: how many of them have one, and how many folders it lies in.
+struct Parts {
+  std::size_t found = 0, all = 0;
+};
+Parts parts_in(const Folders& storage) {
+  Parts parts;
   for (const fs::path& folder : storage)
     if (auto part = io::membership(volume_of(storage), folder); part.ok() && part->has_value()) {
-      ++found;
-      count = (*part)->count;
+      ++parts.found;
+      parts.all = (*part)->count;
     }
-  return found == count ? 0 : count;
+  return parts;
 }
 
-// folder: one of `storage`, which has a part of the store.
-void refuse_other_folders(const Folders& storage, const fs::path& folder, const fs::path& state) {
+// state: the store's file in `folder`, one of `storage`.
+void refuse_other_folders(const Folders& storage, const Parts& parts, const fs::path& folder, const fs::path& state) {
   for (std::size_t i = 0; i < storage.size(); ++i)
     if (names_folder({storage.begin() + static_cast<std::ptrdiff_t>(i) + 1, storage.end()}, storage[i]))
       fail(io::ErrorKind::usage, storage[i].string(), "is named twice");
-  auto part = io::membership(volume_of(storage), folder);
-  if (!part.ok() || !part->has_value() || (*part)->count >= storage.size()) return;
-  const std::size_t count = (*part)->count;
+  if (parts.found == 0 || parts.all >= storage.size()) return;
   fail(io::ErrorKind::usage, state.string(),
-       count == 1 ? fmt::format("holds a whole state, and {} folders were named: name {} alone", storage.size(),
-                                folder.string())
-                  : fmt::format("holds a part of a state over {} folders, and {} were named: name only these", count,
-                                storage.size()));
+       parts.all == 1 ? fmt::format("holds a whole state, and {} folders were named: name {} alone", storage.size(),
+                                    folder.string())
+                      : fmt::format("holds a part of a state over {} folders, and {} were named: name only these",
+                                    parts.all, storage.size()));
 }
 
 bool was_interrupted(const Folders& storage) {
@@ -153,7 +154,8 @@ LeftStore find_left_store(const Folders& storage, Held held) {
     auto contents = contents_of(storage, held);
     const io::Error why = contents.ok() ? io::Error{} : contents.error();
     if (why && (why.kind == io::ErrorKind::locked || why.kind == io::ErrorKind::io)) throw Exception(why);
-    if (why) refuse_other_folders(storage, folder, state);
+    const Parts parts = why ? parts_in(storage) : Parts{};
+    if (why) refuse_other_folders(storage, parts, folder, state);
     const bool blank = contents.ok() && contents->generation == 0;
     const json note = note_of(storage.front());
     // The note comes right after the store: without one, the store was never used.
@@ -183,8 +185,8 @@ LeftStore find_left_store(const Folders& storage, Held held) {
                     left.step, left.owner, export_command(storage))
               : fmt::format("holds the state after step {} of {}: {} writes it as a model folder, --fresh discards it",
                             left.step, left.owner, export_command(storage));
-    } else if (const std::size_t count = part_of(storage); count != 0 && !left.empty) {
-      left.line = fmt::format("is part of a state over {} folders of {}: name all of them", count, left.owner);
+    } else if (parts.found != parts.all && !left.empty) {
+      left.line = fmt::format("is part of a state over {} folders of {}: name all of them", parts.all, left.owner);
     } else {
       left.line = fmt::format(
           "was left by {}, which ended early, and nothing can be got out of it ({}): --fresh discards it", left.owner,

@@ -40,10 +40,10 @@ Session::Session(Model model, SessionOptions options, AdamW adamw, const Progres
 Session::~Session() = default;
 
 StepResult Session::step(const std::vector<MicroBatch>& batches, double lr) {
-  impl_->check_step(batches);
+  const PairCounts pairs = impl_->check_step(batches);
   const StepResult result = guarded(impl_->executor(), [&] {
     impl_->drain_ahead();
-    return impl_->step(batches, lr);
+    return impl_->step(batches, pairs, lr);
   });
   impl_->throw_if_out_of_memory();
   return result;
@@ -61,13 +61,22 @@ void Session::begin_with_gradient(const std::vector<MicroBatch>& batches) {
 }
 Evaluation Session::evaluate(const std::vector<MicroBatch>& batches, const Scored& scored) {
   impl_->check_batches(batches, false);
-  return evaluate(
-      static_cast<std::int64_t>(batches.size()), [&](std::int64_t index) { return batches[index]; }, scored);
+  return impl_->evaluated(static_cast<std::int64_t>(batches.size()), [&](std::int64_t index) { return batches[index]; },
+                          scored, {});
 }
 Evaluation Session::evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
                              const Scored& scored, const Progress& progress) {
-  const Evaluation result = guarded(impl_->executor(), [&] { return impl_->evaluate(count, make, scored, progress); });
-  impl_->throw_if_out_of_memory();
+  const auto checked = [&](std::int64_t index) {
+    MicroBatch batch = make(index);
+    impl_->check_batches({batch}, false, index);
+    return batch;
+  };
+  return impl_->evaluated(count, checked, scored, progress);
+}
+Evaluation Session::Impl::evaluated(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
+                                    const Scored& scored, const Progress& progress) {
+  const Evaluation result = guarded(executor(), [&] { return evaluate(count, make, scored, progress); });
+  throw_if_out_of_memory();
   return result;
 }
 std::vector<torch::Tensor> Session::next_logits(const std::vector<CachedRow>& rows, bool another) {
@@ -177,17 +186,16 @@ void Session::Impl::expect_first_values() const {
   if (lacks_first_values) fail_usage("the adapters have no first values yet: begin_with_gradient() makes them");
 }
 
-void Session::Impl::check_step(const std::vector<MicroBatch>& batches) const {
+PairCounts Session::Impl::check_step(const std::vector<MicroBatch>& batches) const {
   check_batches(batches, true);
   expect_first_values();
   if (window_ended() && window_tried != steps)
     fail_usage("the next window needs its projector first: begin_with_gradient() makes it of the step's gradient");
-  if (options.loss.pairs()) count_pairs(options.loss, batches);  // throws where it refuses them
+  return options.loss.pairs() ? count_pairs(options.loss, batches) : PairCounts{};
 }
 
-StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, double lr) {
+StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, const PairCounts& pairs, double lr) {
   const auto started = std::chrono::steady_clock::now();
-  const PairCounts pairs = options.loss.pairs() ? count_pairs(options.loss, batches) : PairCounts{};
   const torch::NoGradGuard no_grad;
   const auto kept = kept_step.lock();
   bool commits = kept ? kept->step_ == steps && kept->generation_ == 0 : commits_beside_next_step();

@@ -18,7 +18,7 @@ std::vector<Shared> Session::Impl::share(const std::vector<MicroBatch>& batches)
   return shared;
 }
 
-void Session::Impl::check_batches(const std::vector<MicroBatch>& batches, bool train) const {
+void Session::Impl::check_batches(const std::vector<MicroBatch>& batches, bool train, std::int64_t first) const {
   const auto wrong = [](const std::string& what) { fail_usage(what); };
   if (train && !options.train) wrong("the session was made for evaluation");
   if (train && static_cast<int>(batches.size()) != options.micro_batches)
@@ -38,7 +38,7 @@ void Session::Impl::check_batches(const std::vector<MicroBatch>& batches, bool t
   for (const MicroBatch& batch : batches) batch.documents();        // throws where positions are wrong
   const std::int64_t vocabulary = model->spec().config.vocab_size;  // of layers of one's own nobody knows it
   for (std::size_t i = 0; i < batches.size() && vocabulary > 0; ++i)
-    check_tokens(batches[i], vocabulary, "micro-batch " + std::to_string(i));
+    check_tokens(batches[i], vocabulary, "micro-batch " + std::to_string(first + static_cast<std::int64_t>(i)));
   if (!train || !options.loss.distills()) return;
   for (const MicroBatch& batch : batches) {
     std::vector<std::int64_t> shape = batch.ids.sizes().vec();

@@ -40,9 +40,11 @@ struct Session::Impl {
   std::uint64_t writes_of_next_step() const;  // an export's or commit's included
 
   // session.cpp
-  // Throws where step(batches) would be refused. Nothing has changed then: the session is as good as before.
-  void check_step(const std::vector<MicroBatch>& batches) const;
-  StepResult step(const std::vector<MicroBatch>& batches, double lr);
+  // Throws if a step with these is refused. Nothing has changed then: the session is as good as before. Returns their
+  // pairs.
+  PairCounts check_step(const std::vector<MicroBatch>& batches) const;
+  // batches: as check_step() accepted them; pairs: what it returned.
+  StepResult step(const std::vector<MicroBatch>& batches, const PairCounts& pairs, double lr);
   // used: by chunk, of the sparse ones.
   void finish_step(StepResult& result, const OptimizerWork& work, double lr, const std::vector<bool>& used);
   void drop_step(bool torn);
@@ -61,7 +63,8 @@ struct Session::Impl {
   // The sums of the micro-batches' gradients. What the first micro-batch does not write, zero_untouched() writes.
   Gradients gradients_of(const swap::Entered& entered, int micro_batch) const;
   std::vector<Shared> share(const std::vector<MicroBatch>& batches);
-  void check_batches(const std::vector<MicroBatch>& batches, bool train) const;
+  // first: what the first one is called in an error.
+  void check_batches(const std::vector<MicroBatch>& batches, bool train, std::int64_t first = 0) const;
   void check_rows(const std::vector<CachedRow>& rows) const;
   void seed_random(int stage, int micro_batch) const;
 
@@ -121,6 +124,9 @@ struct Session::Impl {
   HeadResult head_of_pairs(const swap::Entered& entered, int micro_batch, const Shared& shared,
                            const Objective& objective, PairTotals& totals);
   void backward_all(const std::vector<Shared>& shared, OptimizerWork& work);
+  // evaluate(), after which a session whose evaluation failed is not used again.
+  Evaluation evaluated(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
+                       const Scored& scored, const Progress& progress);
   Evaluation evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
                       const Scored& scored, const Progress& progress);
   std::vector<torch::Tensor> next_logits(const std::vector<CachedRow>& rows, bool another);

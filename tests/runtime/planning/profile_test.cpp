@@ -90,12 +90,16 @@ TEST(Profile, EveryNumberOfAModelReachesThePlan) {
   EXPECT_FALSE(without.covers(spec));
 }
 
+ProfileCache cache_in(const TempDir& folder, const ModelSpec& spec, Say warn) {
+  EXPECT_EQ(setenv("XDG_CACHE_HOME", folder.path().c_str(), 1), 0);
+  return {spec, {.storage = {folder.path()}}, "build", std::move(warn)};
+}
+
 TEST(Profile, EveryNumberIsKept) {
   const TempDir folder;
-  ASSERT_EQ(setenv("XDG_CACHE_HOME", folder.path().c_str(), 1), 0);
   std::string said;
   const ModelSpec spec = small();
-  const ProfileCache cache(spec, {.storage = {folder.path()}}, "build", [&](const std::string& line) { said += line; });
+  const ProfileCache cache = cache_in(folder, spec, [&](const std::string& line) { said += line; });
   ModelProfile model = distinct(spec);
   MachineProfile machine{.rates = {.disk_read = 1.5,
                                    .disk_write = 2.5,
@@ -215,10 +219,9 @@ TEST(Profile, OfAModelIsOfNoDrive) {
 // A file that is damaged counts as missing, and is said to be so.
 TEST(Profile, ATimeBelowZeroIsMeasuredAgain) {
   const TempDir folder;
-  ASSERT_EQ(setenv("XDG_CACHE_HOME", folder.path().c_str(), 1), 0);
   std::string said;
   const ModelSpec spec = small();
-  const ProfileCache cache(spec, {.storage = {folder.path()}}, "build", [&](const std::string& line) { said += line; });
+  const ProfileCache cache = cache_in(folder, spec, [&](const std::string& line) { said += line; });
   ModelProfile model = distinct(spec);
   model.seconds_allowed = -0.5;
   cache.keep(model);
@@ -228,10 +231,9 @@ TEST(Profile, ATimeBelowZeroIsMeasuredAgain) {
 
 TEST(Profile, ADamagedFileIsWarnedOfAndMeasuredAgain) {
   const TempDir folder;
-  ASSERT_EQ(setenv("XDG_CACHE_HOME", folder.path().c_str(), 1), 0);
   int warnings = 0;
   const ModelSpec spec = small();
-  const ProfileCache cache(spec, {.storage = {folder.path()}}, "build", [&](const std::string&) { ++warnings; });
+  const ProfileCache cache = cache_in(folder, spec, [&](const std::string&) { ++warnings; });
   cache.keep(distinct(spec));
   ASSERT_TRUE(cache.model());
   EXPECT_EQ(warnings, 0);
