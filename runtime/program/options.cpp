@@ -252,7 +252,11 @@ ExportOptions parse_export(const std::vector<std::string>& words) {
 StoreCommandOptions parse_store_command(const std::string& command, std::vector<std::string> words) {
   StoreCommandOptions options;
   const OptionTable table = store_table(command, options);
-  if (!words.empty() && !words.front().starts_with("-")) words.insert(words.begin(), "--storage");
+  for (auto word = words.begin(); word != words.end(); ++word)
+    if (!word->starts_with("-") && (word == words.begin() || *std::prev(word) == "--json")) {
+      words.insert(word, "--storage");
+      break;
+    }
   CommandLine(table).apply(std::move(words));
   if (options.storage.empty()) fail_usage(fmt::format("`tierflow {}` needs the storage folders of a run", command));
   return options;

@@ -51,10 +51,14 @@ ModelSpec training_spec(const TrainOptions& options) {
   if (options.method == "lora") {
     set_base(spec, options);
     add_adapters(spec, options.adapter.empty() ? options.lora : read_adapter_config(options.adapter));
+    if (options.adapter.empty()) expect_patterns_fit(spec, options.lora);
     check_first_factors(spec);
   } else {
     set_trainable(spec, options.trained);
-    if (options.method == "galore") add_adapters(spec, galore_config(options));
+    if (options.method == "galore") {
+      add_adapters(spec, galore_config(options));
+      expect_patterns_fit(spec, galore_config(options));
+    }
   }
   set_learning_rates(spec, learning_rate_scales(options));
   if (options.method == "galore" && loss_rule(options).distills())

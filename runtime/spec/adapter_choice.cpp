@@ -43,6 +43,10 @@ std::vector<std::string> module_paths(const ModelSpec& spec, const std::string& 
   return {module, fmt::format("model.language_model.{}", module.substr(text.size()))};
 }
 
+NamePattern at_the_end(const std::string& expression) {
+  return NamePattern(expression, "(.*\\.)?(", ")");
+}
+
 AdapterChoice::AdapterChoice(const ModelSpec& spec, const AdapterConfig& config)
     : spec_(spec), config_(config), target_(whole(config.target_pattern)), exclude_(whole(config.exclude_pattern)) {}
 
@@ -76,9 +80,10 @@ template <class Value>
 Value AdapterChoice::first_fit(const std::string& module, const std::vector<std::pair<std::string, Value>>& patterns,
                                Value otherwise) {
   for (const auto& [expression, value] : patterns) {
-    const NamePattern& compiled = at_the_end_.try_emplace(expression, expression, "(.*\\.)?(", ")").first->second;
+    auto compiled = at_the_end_.find(expression);
+    if (compiled == at_the_end_.end()) compiled = at_the_end_.emplace(expression, at_the_end(expression)).first;
     for (const std::string& path : module_paths(spec_, module))
-      if (compiled.fits(path)) return value;
+      if (compiled->second.fits(path)) return value;
   }
   return otherwise;
 }

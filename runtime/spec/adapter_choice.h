@@ -23,6 +23,9 @@ std::string exactly(const std::string& path);
 // where it does.
 std::vector<std::string> module_paths(const ModelSpec& spec, const std::string& module);
 
+// What fits a path, or what follows a "." in it, as patterns of ranks and alphas do.
+NamePattern at_the_end(const std::string& expression);
+
 // What a configuration says of each module, by any of its paths. Both outlive this.
 class AdapterChoice {
  public:

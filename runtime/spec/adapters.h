@@ -20,6 +20,11 @@ namespace tierflow {
 // for modules that cannot be saved.
 void add_adapters(ModelSpec& spec, const AdapterConfig& config);
 
+// For a configuration that a user has just typed: throws Exception (kind usage), with the names there are, where a name
+// or expression to exclude fits no linear layer of the model, or one with a rank or alpha of its own fits none that has
+// adapters. `spec` has the adapters of `config`. To PEFT such names do nothing.
+void expect_patterns_fit(const ModelSpec& spec, const AdapterConfig& config);
+
 // Stores the weights of the linear layers of blocks in `format`, and freezes them. Those that add_adapters() made
 // trained stay as they are, and the tensors `plain` stay in bf16. Adapters that begin with the base's factors have to
 // be added after this call: Exception (kind usage).

@@ -236,6 +236,10 @@ def test_a_base_in_another_precision_streams_and_is_gone_on_with(work, base, pre
 def test_what_cannot_be_is_one_line(work, base):
     more = ["--steps", "1", "--out", "out", *small()]
     assert "no linear layer is called c_attn: this model has down_proj" in refused(work, *LORA, *more, "--lora-target-modules", "c_attn")
+    assert "no linear layer to exclude is called c_attn" in refused(work, *LORA, *more, "--lora-exclude-modules", "c_attn")
+    assert "fits c_attn, for which a rank is given" in refused(work, *LORA, *more, "--lora-rank-pattern", "c_attn=4")
+    galore = ["train", "--method", "galore", "--rank", "2", "--config", "config.json", "--data", "text.txt"]
+    assert "fits c_attn, for which a rank is given" in refused(work, *galore, *more, "--lora-rank-pattern", "c_attn=4")
     assert "no linear layer is left" in refused(work, *LORA, *more, "--lora-target-modules", "h[0-9]+")
     assert "no regular expression" in refused(work, *LORA, *more, "--lora-target-modules", "(q_proj")
     assert "stands alone" in refused(work, *LORA, *more, "--lora-target-modules", ".*q,v_proj")

@@ -231,5 +231,23 @@ TEST_F(Tokens, TheKindIsThatOfTheName) {
   }
 }
 
+// A record may be passed over because of what it is, never because of what became of it.
+TEST_F(Tokens, WhatTheReceiverRefusesIsNotPassedOver) {
+  struct Refuses : DocumentSink {
+    void begin_document(const std::string&) override {}
+    void text(std::string_view) override { fail_input("here", "has no room"); }
+    void end_document() override {}
+    void tokens(const std::string&, std::span<const std::uint32_t>) override {}
+    void skip(const io::Error&) override { ++skipped; }
+    int skipped = 0;
+  } sink;
+  options_.skip_bad_records = true;
+  write_file(dir_.path() / "a.jsonl", "junk\n{\"text\":\"a\"}\n");
+  expect_refusal(ErrorKind::input, {"has no room"}, [&] {
+    read_source({dir_.path() / "a.jsonl", SourceKind::jsonl}, options_, sink);
+  });
+  EXPECT_EQ(sink.skipped, 1);
+}
+
 }  // namespace
 }  // namespace tierflow::testing

@@ -212,6 +212,7 @@ TEST(Options, OtherCommandsTakeTheirOwn) {
   expect_refusal(io::ErrorKind::usage, {"--tokens-per-step is -1"}, [&] { parse_plan(plan + Words{"-1"}); });
   for (const char* command : {"status", "verify"}) {
     EXPECT_EQ(parse_store_command(command, {"a,b", "--json"}).storage.size(), 2u);
+    EXPECT_EQ(parse_store_command(command, {"--json", "a,b"}).storage.size(), 2u);
     EXPECT_TRUE(parse_store_command(command, {"--json", "--storage", "a"}).json);
     expect_refusal(io::ErrorKind::usage, {command, "needs the storage folders"},
                    [&] { parse_store_command(command, {}); });

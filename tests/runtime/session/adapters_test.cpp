@@ -80,6 +80,16 @@ class SessionAdapters : public ::testing::TestWithParam<Case> {
   const Folder folder_;
 };
 
+// One model of each layout of linear layers: with biases, fused, transposed, tied, of experts.
+class AdaptersByLayout : public SessionAdapters {};
+std::vector<Case> layouts() {
+  std::vector<Case> chosen;
+  for (const char* name :
+       {"llama", "llama_biases", "phi3", "gpt_neox", "glm130b", "qwen2_moe", "gpt_oss", "llama4", "gpt2", "opt_untied"})
+    chosen.push_back(case_called(name));
+  return chosen;
+}
+
 TEST_P(SessionAdapters, StreamedIsResident) {
   for (const bool clipped : {true, false}) {
     SessionOptions options = resident(2);
@@ -147,7 +157,7 @@ TEST_P(SessionAdapters, DropoutIsTheSameStreamed) {
 }
 // A base in another format is a base of bf16 weights with the values that the format leaves of them: to the bit, in
 // memory and from storage, gone on with or not.
-TEST_P(SessionAdapters, ABaseInAnotherFormatHasItsValues) {
+TEST_P(AdaptersByLayout, ABaseInAnotherFormatHasItsValues) {
   const Model plain{make_model(parse_model_spec(GetParam().json, GetParam().name)), initial(11)};
   for (const auto& [format, init] : {std::pair{WeightFormat::int8, "default"},
                                      {WeightFormat::nf4, "default"},
@@ -208,7 +218,7 @@ std::string embedding_of(const Case& which) {
 
 // Embedding, head and norms trained whole, beside adapters over a base in any format: the same bits streamed and gone
 // on with.
-TEST_P(SessionAdapters, ModulesThatAreSavedStreamAsTheyAreResident) {
+TEST_P(AdaptersByLayout, ModulesThatAreSavedStreamAsTheyAreResident) {
   const bool gpt2 = GetParam().name.starts_with("gpt2");
   const AdapterConfig config{.rank = 4, .alpha = 8, .saved = {embedding_of(GetParam()), gpt2 ? "ln_f" : "norm"}};
   for (const WeightFormat format : {WeightFormat::bf16, WeightFormat::nf4}) {
@@ -219,7 +229,7 @@ TEST_P(SessionAdapters, ModulesThatAreSavedStreamAsTheyAreResident) {
 
 // Adapters that begin with factors of the base: the model begins as it is, bit for bit, and trains with the same bits
 // streamed, gone on with, and beside a base that has the values of a format in bf16.
-TEST_P(SessionAdapters, FirstValuesFromTheBaseAreTheSameStreamed) {
+TEST_P(AdaptersByLayout, FirstValuesFromTheBaseAreTheSameStreamed) {
   const Model plain{make_model(parse_model_spec(GetParam().json, GetParam().name)), initial(11)};
   for (const auto& [init, format] :
        {std::pair{"pissa", WeightFormat::bf16}, {"olora", WeightFormat::nf4}, {"pissa_niter_2", WeightFormat::int8}}) {
@@ -249,7 +259,7 @@ TEST_P(SessionAdapters, FirstValuesFromTheBaseAreTheSameStreamed) {
 
 // Adapters that begin with the gradient of the base: one pass makes their first values, the same streamed, under any
 // budget, clipped or not, and the model begins as it is. A run that is gone on with has them.
-TEST_P(SessionAdapters, FirstValuesOfTheGradientAreTheSameStreamed) {
+TEST_P(AdaptersByLayout, FirstValuesOfTheGradientAreTheSameStreamed) {
   const Model plain{make_model(parse_model_spec(GetParam().json, GetParam().name)), initial(11)};
   AdapterConfig config{.rank = 2, .alpha = 8, .exclude = {"shared_expert_gate"}};
   for (const auto& [format, init] :
@@ -320,7 +330,7 @@ TEST_P(SessionAdapters, FirstValuesOfTheGradientAreTheSameStreamed) {
 }
 
 // Adapters with a magnitude (DoRA): the same bits streamed and gone on with, beside a base in any format.
-TEST_P(SessionAdapters, MagnitudesStreamAsTheyAreResident) {
+TEST_P(AdaptersByLayout, MagnitudesStreamAsTheyAreResident) {
   const Model plain{make_model(parse_model_spec(GetParam().json, GetParam().name)), initial(11)};
   for (const WeightFormat format : {WeightFormat::bf16, WeightFormat::nf4}) {
     const Model model = with_adapters(with_base_format(plain, format), {.rank = 4, .alpha = 8, .dora = true}, 5);
@@ -378,6 +388,7 @@ TEST_P(SessionAdapters, LearningRatesOfTensorsAreScaled) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Models, SessionAdapters, ::testing::ValuesIn(cases()), case_name);
+INSTANTIATE_TEST_SUITE_P(Models, AdaptersByLayout, ::testing::ValuesIn(layouts()), case_name);
 
 // The pass leaves words on the device where updates wait for the norm; those that follow are computed with.
 TEST(SessionOfAdapters, FirstValuesOfTheGradientReachTheDevice) {

@@ -1,5 +1,6 @@
 #include "runtime/spec/adapters.h"
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 
 #include <cmath>
@@ -265,6 +266,30 @@ TEST(AdapterConfig, AFolderWithoutOneIsRefusedByTheFilesName) {
   testing::expect_refusal(io::ErrorKind::input, {(dir.path() / "adapter_config.json").string()},
                           [&] { read_adapter_config(dir.path()); });
   testing::expect_refusal(io::ErrorKind::input, {"is no folder"}, [&] { read_adapter_config(dir.path() / "none"); });
+}
+
+TEST(AdapterConfig, NewOnesExcludeAndGiveRanksToWhatIsThere) {
+  const auto expect_patterns = [](AdapterConfig config) {
+    config.targets = {"q_proj", "v_proj"};
+    ModelSpec spec = small_llama();
+    add_adapters(spec, config);  // PEFT's folders may have what fits nothing
+    expect_patterns_fit(spec, config);
+  };
+  expect_patterns({.exclude = {"v_proj", "layers.1.mlp.down_proj", "lm_head"}, .rank_pattern = {{"q_proj", 4}}});
+  expect_patterns({.exclude_pattern = ".*v_proj", .alpha_pattern = {{"layers\\.1\\..*q_proj", 4}}});
+  const auto expect_unfit = [&](const AdapterConfig& config, std::string_view words) {
+    expect_refusal(io::ErrorKind::usage, {words}, [&] { expect_patterns(config); });
+  };
+  expect_unfit({.exclude = {"v_proj", "a\nb"}}, "no linear layer to exclude is called a?b: this model has down_proj");
+  expect_unfit({.exclude = {"proj"}}, "no linear layer to exclude is called proj: this model has");
+  expect_unfit({.exclude_pattern = "v_proj"}, "no linear layer to exclude fits v_proj: this model has");
+  // k_proj is there, but has no adapter; nor has what is excluded.
+  for (const char* name : {"foo", "k_proj", "proj", "v_proj"})
+    expect_unfit(
+        {.exclude = {"v_proj"}, .rank_pattern = {{"q_proj", 4}, {name, 4}}},
+        fmt::format("nothing that has an adapter fits {}, for which a rank is given: there are adapters of q_proj",
+                    name));
+  expect_unfit({.alpha_pattern = {{"foo", 4}}}, "fits foo, for which an alpha is given");
 }
 
 TEST(AdapterConfig, FoldersOfOthersAreReadWithCare) {
