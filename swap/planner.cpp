@@ -93,10 +93,13 @@ Plan Planner::run(std::vector<Visit> visits, int micro_batches, bool commits, in
     Visit& visit = visits[index];
     const bool adds = visit.pass == Pass::head || visit.pass == Pass::backward;
     if (adds) open_gradients(visit);
+    // From the head on nothing is saved any more: buffers and slots serve the way back.
+    if (visit.pass == Pass::head) bring_back(saved);
     for (int micro_batch = 0; micro_batch < computations(visit); ++micro_batch) {
-      // From the head on nothing is saved any more: buffers and slots serve the way back.
-      if (adds) bring_back(saved);
       compute(visit, micro_batch, saved);
+      // Ahead of the updates of this visit and of the weights of others: on the lanes that they share, what the next
+      // computation takes would wait for all of these.
+      if (adds) bring_back(saved);
     }
     // Every unit's update has run by now, and none of this step's own.
     if (commits && visit.pass == Pass::head) emitter_.commit();
