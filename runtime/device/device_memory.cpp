@@ -19,6 +19,10 @@ namespace {
 
 constexpr std::size_t kLarge = 256 * 1024;  // from here on blocks are mapped, and kept for reuse
 constexpr std::size_t kPage = 4096;
+// oneDNN, which LibTorch multiplies with on a CPU, keeps compiled code of a quarter of a MiB for each shape: of 1024
+// shapes if nobody says otherwise, and LibTorch around it of 1024 more. In a mixture of experts nearly each product has
+// a shape of its own.
+constexpr const char* kKeptShapes = "128";
 
 class CappedAllocator final : public c10::Allocator {
  public:
@@ -133,6 +137,9 @@ class CappedAllocator final : public c10::Allocator {
 }  // namespace
 
 DeviceMemory& DeviceMemory::install() {
+  // Read when the first product is computed.
+  for (const char* name : {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"})
+    setenv(name, kKeptShapes, /*overwrite=*/0);
   class Installed final : public DeviceMemory {
    public:
     Installed() { c10::SetCPUAllocator(&CappedAllocator::instance(), /*priority=*/100); }

@@ -7,6 +7,7 @@
 #include <set>
 
 #include "runtime/base/exception.h"
+#include "runtime/base/machine.h"
 #include "runtime/checkpoint/init.h"
 #include "runtime/device/device_memory.h"
 #include "runtime/models/attention.h"
@@ -264,6 +265,18 @@ TEST(Tokens, BeyondTheVocabularyAreNamedBeforeTheStep) {
     wrong[0].ids[0][0] = -1;
     EXPECT_THROW(run.session.evaluate(wrong), Exception);
   }
+}
+
+// In a mixture of experts nearly each product has a shape of its own, for which oneDNN compiles code.
+TEST(DeviceMemory, CodeForManyShapesDoesNotPileUp) {
+  DeviceMemory::install();
+  const auto multiply = [weight = torch::ones({64, 64}, torch::kBFloat16)](int rows) {
+    torch::mm(torch::ones({rows, 64}, torch::kBFloat16), weight);
+  };
+  for (int rows = 1; rows <= 200; ++rows) multiply(rows);
+  const std::uint64_t before = resident_set();
+  for (int rows = 201; rows <= 1200; ++rows) multiply(rows);
+  EXPECT_LT(resident_set() - std::min(before, resident_set()), 64 * kMiB);
 }
 
 TEST(AttentionThatRan, IsNamed) {
