@@ -58,6 +58,27 @@ function(tierflow_together name)
   set_source_files_properties(${ARGN} PROPERTIES UNITY_GROUP ${group})
 endfunction()
 
+# tierflow_in_batches(NAME PATTERN): with TIERFLOW_TOGETHER, the sources of the library that fit the pattern compile six at a time.
+function(tierflow_in_batches name pattern)
+  if(NOT TIERFLOW_TOGETHER)
+    return()
+  endif()
+  get_target_property(sources tierflow_${name} SOURCES)
+  list(FILTER sources INCLUDE REGEX "${pattern}")
+  set(batch)
+  foreach(source ${sources})
+    list(APPEND batch ${source})
+    list(LENGTH batch size)
+    if(size EQUAL 6)
+      tierflow_together(${name} ${batch})
+      set(batch)
+    endif()
+  endforeach()
+  if(batch)
+    tierflow_together(${name} ${batch})
+  endif()
+endfunction()
+
 # tierflow_test(NAME [BY_SUITE] [PRECOMPILED] [LABELS label] [PREFIX prefix] LIBRARIES lib... SOURCES file...): one GoogleTest program, one ctest entry for
 # each of its tests. Tests that two programs have take the prefix in one of them. BY_SUITE: one entry for each suite, for programs that load
 # LibTorch, which takes longer than most of their tests; a report of the suite's tests lies in test-reports/suites then, and

@@ -293,7 +293,7 @@ void read_hunyuan(const JsonFields& fields, ModelConfig& c) {
   c.names.k_norm = "self_attn.key_layernorm";
 }
 
-constexpr std::array rows = {
+constexpr std::array decoder_rows = {
     FamilyRow{"LlamaForCausalLM", "llama", read_llama},
     FamilyRow{"MistralForCausalLM", "mistral", read_mistral},
     FamilyRow{"Ministral3ForCausalLM", "ministral3", read_ministral3},
@@ -322,7 +322,7 @@ constexpr std::array rows = {
 }  // namespace
 
 std::span<const FamilyRow> rms_norm_families() {
-  return rows;
+  return decoder_rows;
 }
 
 }  // namespace tierflow

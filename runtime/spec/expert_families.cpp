@@ -212,7 +212,7 @@ void read_llama4(const JsonFields& fields, ModelConfig& c) {
   c.names.stacked_down = "feed_forward.experts.down_proj";
 }
 
-constexpr std::array rows = {
+constexpr std::array expert_rows = {
     FamilyRow{"MixtralForCausalLM", "mixtral", read_mixtral},
     FamilyRow{"Qwen2MoeForCausalLM", "qwen2_moe", read_qwen2_moe},
     FamilyRow{"Qwen3MoeForCausalLM", "qwen3_moe", read_qwen3_moe},
@@ -226,7 +226,7 @@ constexpr std::array rows = {
 }  // namespace
 
 std::span<const FamilyRow> expert_families() {
-  return rows;
+  return expert_rows;
 }
 
 }  // namespace tierflow

@@ -227,7 +227,7 @@ void read_opt(const JsonFields& fields, ModelConfig& c) {
                             projection, c.hidden_size));
 }
 
-constexpr std::array rows = {
+constexpr std::array layer_norm_rows = {
     FamilyRow{"CohereForCausalLM", "cohere", read_cohere},
     FamilyRow{"Cohere2ForCausalLM", "cohere2", read_cohere2},
     FamilyRow{"GPTNeoXForCausalLM", "gpt_neox", read_gpt_neox},
@@ -243,7 +243,7 @@ constexpr std::array rows = {
 }  // namespace
 
 std::span<const FamilyRow> layer_norm_families() {
-  return rows;
+  return layer_norm_rows;
 }
 
 }  // namespace tierflow
