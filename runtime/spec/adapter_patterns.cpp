@@ -19,7 +19,7 @@ constexpr std::size_t kShown = 200;
 
 std::string names(const std::vector<std::string>& paths) {
   std::set<std::string> last;
-  for (const std::string& path : paths) last.insert(path.substr(path.rfind('.') + 1));
+  for (const std::string& path : paths) last.insert(last_name(path));
   return fmt::format("{}", fmt::join(last, ", "));
 }
 
@@ -37,9 +37,9 @@ void expect_patterns_fit(const ModelSpec& spec, const AdapterConfig& config) {
       const std::string module = linear_module(tensor);
       if (module.empty()) continue;
       const AdapterPart part = adapter_part(tensor);
-      const std::string path = part == AdapterPart::a ? choice.patterned(module) : module;
-      if (part != AdapterPart::none && part != AdapterPart::a) continue;
-      std::ranges::copy(module_paths(spec, path), std::back_inserter(part == AdapterPart::a ? adapted : layers));
+      if (part == AdapterPart::none) std::ranges::copy(module_paths(spec, module), std::back_inserter(layers));
+      if (part == AdapterPart::a)
+        std::ranges::copy(module_paths(spec, choice.patterned(module)), std::back_inserter(adapted));
     }
   const auto shown = [](const std::string& text) { return printable(text, kShown); };
   for (const std::string& name : config.exclude)

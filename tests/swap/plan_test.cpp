@@ -235,7 +235,6 @@ TEST(Planner, AnExpectedEvaluationIsFetchedWhileTheLastOneEnds) {
   EXPECT_EQ(moved, moved_alone) << "nothing is fetched twice";
 }
 
-// With another range it would wait for tasks that it has nothing to do with.
 // What the backward takes next waits on its lane for nothing that is needed later.
 TEST(Planner, SavedActivationsComeAheadOfOtherWeightsAndUpdates) {
   int followed = 0;
@@ -256,6 +255,7 @@ TEST(Planner, SavedActivationsComeAheadOfOtherWeightsAndUpdates) {
   EXPECT_GT(followed, 200);
 }
 
+// With another range it would wait for tasks that it has nothing to do with.
 TEST(Planner, AComputationTouchesItsSlotAndNoMore) {
   std::minstd_rand random(7);
   for (int found = 0; found < 200;) {
