@@ -10,8 +10,8 @@
 
 namespace tierflow::optim {
 
-inline constexpr std::size_t kBlock = 256;              // elements that share one absmax
-inline constexpr std::size_t kNormSegment = 64 * 1024;  // elements that one partial sum of squares covers
+inline constexpr std::size_t kBlock = 256;             // elements that share one absmax
+inline constexpr std::size_t kNormSegment = 8 * 1024;  // elements that one partial sum of squares covers
 
 enum class MomentFormat : std::uint8_t { block8 = 1, f32 = 2, bf16 = 3 };
 enum class MasterFormat : std::uint8_t {

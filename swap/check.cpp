@@ -211,14 +211,19 @@ void PlanChecker::compute(const Task& task, const Plan& plan) {
   for (std::size_t position = 0; position < stage.units.size(); ++position) {
     const int unit = stage.units[position];
     if (weights && visit.weights[position] == kNowhere) return ledger_.wrong("the visit has no weights");
-    if (weights)
-      for (const Chunk& chunk : layout_.chunks_of(unit))
-        if (sparse_.uses(chunk))
-          ledger_.read_device(visit.weights[position] + chunk.word_place(), chunk.word_bytes(),
-                              {What::words, chunk.id, used_version_[chunk.id]});
+    if (weights) read_weights(visit.weights[position], unit);
     if (gradients && layout_.gradient_bytes(unit) != 0) sum_gradient(task, visit, position, unit);
   }
   if (task.item != -1) use_item(task);
+}
+
+void PlanChecker::read_weights(std::uint64_t begin, int unit) {
+  if (ledger_.reads_again(begin, layout_.unit_word_bytes(unit))) return;
+  for (const Chunk& chunk : layout_.chunks_of(unit))
+    if (sparse_.uses(chunk))
+      ledger_.read_device(begin + chunk.word_place(), chunk.word_bytes(),
+                          {What::words, chunk.id, used_version_[chunk.id]});
+  ledger_.has_read(begin, layout_.unit_word_bytes(unit));
 }
 
 // Makes or reads it.

@@ -57,6 +57,7 @@ class PlanChecker {
   void use_item(const Task& task);
   void sum_gradient(const Task& task, const Visit& visit, std::size_t position, int unit);
   void update(const Task& task);
+  void read_weights(std::uint64_t begin, int unit);
   void catch_up(const Task& task);
   void commit();
   void expect_applied(int chunk);

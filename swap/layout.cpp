@@ -27,9 +27,13 @@ Layout::Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std
       const GroupShape& shape = units_[unit].groups[group];
       if (shape.trainable && gradients != first)
         throw std::logic_error("unit " + units_[unit].name + " has a frozen group before a trainable one");
-      if (shape.sparse && (!shape.trainable || users_[unit] != 1))
+      const bool sparse = shape.sparse_elements != 0;
+      if (sparse && (!shape.trainable || users_[unit] != 1))
         throw std::logic_error("unit " + units_[unit].name + " has a sparse group that is frozen or used twice");
-      std::uint64_t limit = shape.sparse ? kChunkQuantum : chunk_elements;
+      if (shape.sparse_elements % kSparseQuantum != 0 || shape.sparse_elements > kChunkQuantum)
+        throw std::logic_error("unit " + units_[unit].name + " has a sparse group in chunks of " +
+                               std::to_string(shape.sparse_elements) + " elements");
+      std::uint64_t limit = sparse ? shape.sparse_elements : chunk_elements;
       while (limit > kChunkQuantum && shape.state_bytes(limit) > round_up(state_limit, kSector)) limit -= kChunkQuantum;
       for (std::uint64_t begin = 0; begin < shape.elements; begin += limit) {
         const std::uint64_t n = std::min(limit, shape.elements - begin);
@@ -42,8 +46,8 @@ Layout::Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std
                            .state_bytes = shape.state_bytes(n),
                            .trainable = shape.trainable,
                            .rewritten = shape.rewritten,
-                           .sparse = shape.sparse});
-        if (shape.sparse) sparse_chunks_.push_back(chunks_.back().id);
+                           .sparse = sparse});
+        if (sparse) sparse_chunks_.push_back(chunks_.back().id);
         if (on_demand_[unit]) {
           on_demand_bytes_.resize(std::max<std::size_t>(on_demand_bytes_.size(), index));
           on_demand_bytes_[index - 1] = std::max(on_demand_bytes_[index - 1], chunks_.back().word_bytes());
@@ -58,6 +62,12 @@ Layout::Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std
     gradient_bytes_.push_back(4 * gradients);
   }
   first_chunk_.push_back(static_cast<int>(chunks_.size()));
+}
+
+std::uint64_t Layout::sparse_elements() const {
+  if (sparse_chunks_.empty()) return 0;
+  const Chunk& chunk = chunks_[sparse_chunks_.front()];
+  return units_[chunk.unit].groups[chunk.group].sparse_elements;
 }
 
 std::span<const Chunk> Layout::chunks_of(int unit) const {

@@ -12,6 +12,7 @@ namespace tierflow::swap {
 inline constexpr std::uint64_t kElementsPad =
     2048;  // groups are padded to it: hi words of a chunk fill whole 4 KiB sectors
 inline constexpr std::uint64_t kChunkQuantum = 64 * 1024;  // chunks start at multiples of it within their group
+inline constexpr std::uint64_t kSparseQuantum = 8 * 1024;  // the same for sparse groups (GroupShape)
 inline constexpr std::uint64_t kSector = 4096;
 
 constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
@@ -31,10 +32,10 @@ struct GroupShape {
   std::uint32_t state_bytes_element = 0;  // optimizer state and low master words, for each parameter
   std::uint32_t state_bytes_block = 0;    // further state for each block of 256 parameters
   std::string precision;                  // named in the manifest
-  // Only where it is trainable: a step may use a part of it. The group is cut into the smallest chunks, of
-  // kChunkQuantum elements each. A step neither moves nor updates the chunks that it does not use (SparseChunks in
-  // fetcher.h).
-  bool sparse = false;
+  // Above 0, only where it is trainable: the group is sparse. It is cut into chunks of so many elements, a multiple of
+  // kSparseQuantum and at most kChunkQuantum, and a step may use some of them. It neither moves nor updates the others
+  // (SparseChunks in fetcher.h).
+  std::uint64_t sparse_elements = 0;
 
   std::uint64_t state_bytes(std::uint64_t n) const {
     if (!trainable && !rewritten) return 0;
@@ -77,7 +78,7 @@ struct Chunk {
   std::uint64_t state_bytes = 0;  // 0: it has no state
   bool trainable = true;
   bool rewritten = false;  // as in GroupShape
-  bool sparse = false;     // as in GroupShape
+  bool sparse = false;     // of a sparse group
 
   // Whether its words change after they are loaded.
   bool changes() const { return trainable || rewritten; }
@@ -93,7 +94,8 @@ class Layout {
   // with more state are cut finer, so that no chunk's state exceeds max_state_bytes(). Sparse groups are cut as
   // GroupShape says, whatever chunk_elements is.
   // Throws std::logic_error if a unit has a frozen group before a trainable one, if a unit is on demand in one stage
-  // and not in another, or if a sparse group is frozen or belongs to a unit that several stages use.
+  // and not in another, or if a sparse group is frozen, belongs to a unit that several stages use, or has chunks of
+  // another size than GroupShape allows.
   Layout(std::vector<UnitShape> units, std::vector<StageShape> stages, std::uint64_t chunk_elements);
 
   const std::vector<UnitShape>& units() const { return units_; }
@@ -120,6 +122,8 @@ class Layout {
   const std::vector<std::uint64_t>& on_demand_bytes() const { return on_demand_bytes_; }
   // Ids of the sparse chunks, in order.
   const std::vector<int>& sparse_chunks() const { return sparse_chunks_; }
+  // GroupShape::sparse_elements of the first sparse group; 0 if there is none.
+  std::uint64_t sparse_elements() const;
 
  private:
   std::vector<UnitShape> units_;

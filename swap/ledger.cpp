@@ -30,6 +30,8 @@ void Ledger::begin(const Task& task) {
   if (!std::is_sorted(begin, dependencies_.end())) std::sort(begin, dependencies_.end());
   dependencies_begin_.push_back(dependencies_.size());
   seen_.push_back(0);
+  known_by_.push_back(id_);
+  in_place_of_.push_back(id_);
   after_.push_back(0);
   before_.push_back(0);
   if (!task.dependencies.empty() && dependencies_.back() >= id_)
@@ -90,11 +92,12 @@ std::span<const TaskId> Ledger::dependencies_of(TaskId task) const {
 }
 
 // Whether the task at hand waits for `earlier`, directly or through others. Most are found at once: directly, or
-// because the chain has a task between the two. Else the search goes to the oldest first, for what it looks for is
-// older than all that it may pass.
+// because the chain has a task between the two, or because a search for another came by. Else the search goes to the
+// oldest first, for what it looks for is older than all that it may pass.
 bool Ledger::follows(TaskId earlier) const {
   const std::uint32_t before = before_[earlier - first_id_];
   if (before != 0 && before <= after_[id_ - first_id_]) return true;
+  if (known_by_[earlier - first_id_] == id_) return true;
   ++search_;
   open_.assign(1, id_);
   while (!open_.empty()) {
@@ -106,6 +109,7 @@ bool Ledger::follows(TaskId earlier) const {
       std::uint32_t& seen = seen_[before[i] - first_id_];
       if (seen == search_) continue;
       seen = search_;
+      known_by_[before[i] - first_id_] = id_;
       open_.push_back(before[i]);
     }
   }
@@ -131,8 +135,9 @@ void Ledger::write(Held& held, const Content& content, std::uint64_t begin, std:
   if (held.written && held.writer != id_ && !follows(held.writer))
     wrong("does not wait for task " + std::to_string(held.writer) + ", which writes the same bytes");
   for (const Reader& reader : held.readers)
-    if (reader.task != id_ && reader.begin < end && begin < reader.end && !follows(reader.task))
-      wrong("overwrites what task " + std::to_string(reader.task) + " may still be reading");
+    if (reader.begin < end && begin < reader.end)
+      if (const TaskId last = last_in_place_of(reader.task); last != id_ && !follows(last))
+        wrong("overwrites what task " + std::to_string(last) + " may still be reading");
   held.content = content;
   held.written = true;
   held.writer = id_;
@@ -167,8 +172,34 @@ void Ledger::read_device(std::uint64_t begin, std::uint64_t bytes, const Content
   if (std::prev(at)->second.end < begin + bytes) wrong("reads device memory that nothing has written");
 }
 
+bool Ledger::reads_again(std::uint64_t begin, std::uint64_t bytes) {
+  for (ReadWhole& whole : read_wholes_)
+    if (whole.begin == begin && whole.end == begin + bytes &&
+        std::ranges::binary_search(dependencies_of(id_), whole.last)) {
+      // Whoever waits for this task waits for the other one too.
+      in_place_of_[whole.last - first_id_] = id_;
+      whole.last = id_;
+      return true;
+    }
+  return false;
+}
+
+void Ledger::has_read(std::uint64_t begin, std::uint64_t bytes) {
+  constexpr std::size_t kRemembered = 4;  // the weights of one visit
+  if (read_wholes_.size() == kRemembered) read_wholes_.erase(read_wholes_.begin());
+  read_wholes_.push_back({begin, begin + bytes, id_});
+}
+
+TaskId Ledger::last_in_place_of(TaskId reader) const {
+  TaskId last = reader;
+  while (in_place_of_[last - first_id_] != last) last = in_place_of_[last - first_id_];
+  in_place_of_[reader - first_id_] = last;  // shortens the way of the next one who asks
+  return last;
+}
+
 void Ledger::write_device(std::uint64_t begin, std::uint64_t bytes, const Content& content) {
   if (!in_arena(begin, bytes) || bytes == 0) return;
+  std::erase_if(read_wholes_, [&](const ReadWhole& whole) { return whole.begin < begin + bytes && begin < whole.end; });
   split(begin);
   split(begin + bytes);
   Range range;

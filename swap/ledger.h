@@ -43,7 +43,10 @@ class Ledger {
   Ledger(const Layout& layout, const Arrangement& arrangement);
 
   // Begins the next plan of the run, without a problem so far.
-  void begin_plan() { problem_.clear(); }
+  void begin_plan() {
+    problem_.clear();
+    read_wholes_.clear();
+  }
   // Takes the tasks of the plan, or of its next part; for each, `rule` says what it reads and writes. Stops at the
   // first task that is wrong. Dependencies must point backwards, so that lanes in plan order cannot deadlock.
   template <class Rule>
@@ -75,6 +78,11 @@ class Ledger {
   void write(Held& held, const Content& content);
   void read_device(std::uint64_t begin, std::uint64_t bytes, const Content& expected);
   void write_device(std::uint64_t begin, std::uint64_t bytes, const Content& content);
+  // Whether a task before it, for which it waits directly, has read all of these bytes, in this plan, and nothing has
+  // been written there since: then it has the same right to read the same contents. If not, the caller reads what it
+  // needs of them, piece by piece, and says so with has_read().
+  bool reads_again(std::uint64_t begin, std::uint64_t bytes);
+  void has_read(std::uint64_t begin, std::uint64_t bytes);
   // The content of the range that begins there; `nothing` if none does.
   Content on_device(std::uint64_t begin) const;
 
@@ -82,10 +90,16 @@ class Ledger {
   struct Range : Held {
     std::uint64_t end = 0;
   };
+  // Bytes of the device that tasks read one after the other, and the last of these tasks. A few, the newest last.
+  struct ReadWhole {
+    std::uint64_t begin = 0, end = 0;
+    TaskId last = 0;
+  };
 
   void begin(const Task& task);
   void read(Held& held, const Content& expected, const char* where, std::uint64_t begin, std::uint64_t end);
   void write(Held& held, const Content& content, std::uint64_t begin, std::uint64_t end);
+  TaskId last_in_place_of(TaskId reader) const;
   bool in_arena(std::uint64_t begin, std::uint64_t bytes);
   void split(std::uint64_t at);
   void lengthen_chain();
@@ -96,6 +110,8 @@ class Ledger {
   std::vector<Held> host_[kHostPlaces], stored_[kExtentKinds];
   Held nowhere_;
   std::map<std::uint64_t, Range> device_;  // by first byte
+  std::vector<ReadWhole> read_wholes_;
+  mutable std::vector<TaskId> in_place_of_;  // by task: itself, or who reads again what it has read
   // Of every task so far, each one's sorted: those of task i begin at dependencies_begin_[i - first_id_].
   std::vector<TaskId> dependencies_;
   std::vector<std::size_t> dependencies_begin_;
@@ -104,6 +120,7 @@ class Ledger {
   std::vector<std::uint32_t> after_, before_;
   std::uint32_t chain_length_ = 0;
   mutable std::vector<std::uint32_t> seen_;  // by task: the number of the last search that came by
+  mutable std::vector<TaskId> known_by_;     // by task: the last one that was found to wait for it
   mutable std::vector<TaskId> open_;         // of a search: tasks whose dependencies it has not seen
   mutable std::uint32_t search_ = 0;
   TaskId first_id_ = 0, id_ = 0;

@@ -174,7 +174,7 @@ LeftStore find_left_store(const Folders& storage, Held held) {
       left.run = text_in(identity, "run");
       left.client = text_in(progress, "client");
       left.chunk_elements = contents->chunk_elements;
-      left.rows_on_demand = cut_for_rows(contents->identity);
+      left.embedding_part = embedding_part_of(contents->identity);
       left.streamed = identity.is_object() && !identity.contains("config");
       left.resumable = !left.streamed && contents->generations == 2;
       left.line =

@@ -30,9 +30,9 @@ struct LeftStore {
   std::string passed_over;       // why a newer generation may have been committed that cannot be read
   std::int64_t written = 0;      // when its files were last written, in seconds of the Unix clock
   std::uint64_t chunk_elements = 0;
-  bool rows_on_demand = false;  // as in SessionOptions
-  std::string run;              // SessionOptions::run of the session that made it
-  std::string client;           // what that session was given by remember()
+  std::uint64_t embedding_part = 0;  // as in SessionOptions
+  std::string run;                   // SessionOptions::run of the session that made it
+  std::string client;                // what that session was given by remember()
   std::filesystem::path state;
   std::string owner;  // process, host and times, as far as they are known
   std::string line;   // who made it, when, and what to do; printed after the path

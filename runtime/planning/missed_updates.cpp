@@ -9,10 +9,13 @@
 
 namespace tierflow {
 
-bool cut_for_rows(const std::string& identity) {
+std::uint64_t embedding_part_of(const std::string& identity) {
   const auto found = nlohmann::json::parse(identity, nullptr, false);
   const auto rows = found.is_object() ? found.find("rows") : found.end();
-  return found.is_object() && rows != found.end() && *rows == true;
+  if (!found.is_object() || rows == found.end()) return 0;
+  if (*rows == true) return swap::kChunkQuantum;  // of stores that name no size
+  const auto elements = rows->is_number_unsigned() ? rows->get<std::uint64_t>() : 0;
+  return elements % swap::kSparseQuantum == 0 && elements <= swap::kChunkQuantum ? elements : 0;
 }
 
 MissedUpdates::MissedUpdates(const swap::Layout& layout, const SteadyAdamW& adamw, std::int64_t updates)

@@ -13,8 +13,8 @@
 
 namespace tierflow {
 
-// Whether the store with this identity has its token tables cut into sparse chunks.
-bool cut_for_rows(const std::string& identity);
+// SessionOptions::embedding_part of the store with this identity.
+std::uint64_t embedding_part_of(const std::string& identity);
 
 // AdamW's settings, the same in every update of a run. seed: of stochastic rounding, mixed.
 struct SteadyAdamW {

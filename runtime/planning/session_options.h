@@ -81,10 +81,11 @@ struct SessionOptions {
   // 0: chosen from the host budget. For a state to resume from, choose_placement() needs the state's own, which
   // find_left_store() tells; the session finds it out itself.
   std::uint64_t chunk_elements = 0;
-  // Whether a step fetches and updates only those parts of an untied embedding that its tokens use, and the others
-  // later, with the same bits. Only with `storage`. nullopt: if the step has few tokens (rows_pay()). A resumed state
-  // keeps what it was made with; choose_placement() needs to be told that, as with chunk_elements.
-  std::optional<bool> rows_on_demand;
+  // Above 0: a step fetches and updates only those parts of an untied embedding that its tokens use, and the others
+  // later, with the same bits. Each has so many elements, a multiple of swap::kSparseQuantum. Only with `storage`.
+  // nullopt: embedding_part_for(). A resumed state keeps what it was made with; choose_placement() needs to be told
+  // that, as with chunk_elements.
+  std::optional<std::uint64_t> embedding_part;
   std::uint64_t chaos_seed = 0;  // CPU device: delays and poison, for tests
   bool record = false;           // record when each task ran: see take_timeline()
 };

@@ -118,13 +118,19 @@ std::uint64_t ComputeNeeds::expected(const swap::Arrangement& arrangement) const
          (arrangement.micro_batches - 1) * micro_batch_bytes;
 }
 
-bool rows_pay(const ModelSpec& spec, const SessionOptions& options) {
-  if (!options.train || options.storage.empty() || !spec.adapter_config_json.empty()) return false;
-  std::uint64_t chunks = 0;
-  for (const TokenTable& table : token_tables(spec))
-    chunks += static_cast<std::uint64_t>(table.rows * table.columns) / swap::kChunkQuantum;
-  return 2 * tokens_in_step(options) < chunks;
+std::uint64_t embedding_part_for(const ModelSpec& spec, const SessionOptions& options) {
+  constexpr std::uint64_t kElementsForToken = 131072;
+  if (!options.train || options.storage.empty() || !spec.adapter_config_json.empty()) return 0;
+  std::uint64_t elements = 0, columns = 0;
+  for (const TokenTable& table : token_tables(spec)) {
+    elements += static_cast<std::uint64_t>(table.rows * table.columns);
+    columns = static_cast<std::uint64_t>(table.columns);
+  }
+  if (tokens_in_step(options) >= elements / kElementsForToken) return 0;
+  return std::clamp(columns / swap::kSparseQuantum * swap::kSparseQuantum, swap::kSparseQuantum, swap::kChunkQuantum);
 }
+
+static_assert(swap::kSparseQuantum % optim::kNormSegment == 0, "the norm has the same bits however a table is cut");
 
 swap::SparseChunks expected_sparse_chunks(const SessionPlan& plan, int step, bool pending) {
   const std::vector<int>& sparse = plan.layout->sparse_chunks();
@@ -148,9 +154,10 @@ SessionPlan arrange_again(const SessionPlan& other, const ModelSpec& spec, const
 
 // The session without its keys and values.
 SessionPlan arrange_first(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs) {
-  SessionPlan plan{.packed = pack(spec, options.precision, options.rows_on_demand.value_or(rows_pay(spec, options))),
-                   .workspace = with_workspace(needs, options).workspace(options.micro_batches),
-                   .loading = options.resume ? 0 : loading_bytes(spec)};  // a state that is there needs no first values
+  SessionPlan plan{
+      .packed = pack(spec, options.precision, options.embedding_part.value_or(embedding_part_for(spec, options))),
+      .workspace = with_workspace(needs, options).workspace(options.micro_batches),
+      .loading = options.resume ? 0 : loading_bytes(spec)};  // a state that is there needs no first values
   const bool windows = options.train && window_steps(spec) != 0;
   if (windows || (options.train && !options.resume)) plan.workspace += gradient_bytes(spec);
   std::vector<swap::UnitShape> shapes;
@@ -207,11 +214,11 @@ SessionPlan arrange_again(const SessionPlan& other, const ModelSpec& spec, const
     arranged = swap::arrange(*plan.layout, request);
   }
   plan.arrangement = value_or_throw(std::move(arranged));
-  for (const TokenTable& table : token_tables(spec)) {  // some rows lie in two chunks
-    const std::uint64_t tokens = tokens_in_step(options);
-    plan.sparse_used =
-        std::min<std::uint64_t>(plan.layout->sparse_chunks().size(),
-                                tokens + tokens * static_cast<std::uint64_t>(table.columns) / swap::kChunkQuantum);
+  const std::vector<int>& sparse = plan.layout->sparse_chunks();
+  if (!sparse.empty()) {  // some rows lie in two chunks
+    const std::uint64_t tokens = tokens_in_step(options), part = plan.layout->sparse_elements(),
+                        columns = static_cast<std::uint64_t>(token_tables(spec).front().columns);
+    plan.sparse_used = std::min<std::uint64_t>(sparse.size(), tokens + tokens * columns / part);
   }
   plan.evaluated_at_once = evaluated_at_once(options, plan.arrangement, needs);
   plan.head_scores_first = options.loss.pairs();
@@ -312,7 +319,7 @@ SessionPlan plan_that_fits(const ModelSpec& spec, const SessionOptions& options,
   }
 }
 
-std::string store_identity(const ModelSpec& spec, const SessionOptions& options, bool sparse) {
+std::string store_identity(const ModelSpec& spec, const SessionOptions& options, std::uint64_t embedding_part) {
   nlohmann::json identity{{"config", spec.config_json},
                           {"precision", precision_name(options.precision)},
                           {"tiling", {spec.tiling.vocabulary_elements, spec.tiling.block_elements}},
@@ -323,7 +330,7 @@ std::string store_identity(const ModelSpec& spec, const SessionOptions& options,
   if (!spec.trainable_json.empty()) identity["trainable"] = spec.trainable_json;
   if (spec.base_format != WeightFormat::bf16) identity["base"] = weight_format_name(spec.base_format);
   if (!spec.base_plain.empty()) identity["base_plain"] = spec.base_plain;
-  if (sparse) identity["rows"] = true;
+  if (embedding_part != 0) identity["rows"] = embedding_part;
   // Layers of one's own have no config.json.
   if (spec.config_json == "{}") identity["units"] = unit_list(spec.units);
   return identity.dump();
@@ -347,7 +354,7 @@ swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& op
                           std::find(stored_gradients.begin(), stored_gradients.end(), true) != stored_gradients.end(),
                       .gradient_chunks = stored_gradients,
                       .activation_bytes = plan.arrangement.stored_activations()},
-          .identity = store_identity(spec, options, !plan.layout->sparse_chunks().empty()),
+          .identity = store_identity(spec, options, plan.layout->sparse_elements()),
           .go_back = options.go_back};
 }
 

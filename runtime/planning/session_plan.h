@@ -77,9 +77,10 @@ struct SessionPlan {
   bool defers() const { return deferred_parameters != 0; }
 };
 
-// Whether SessionOptions::rows_on_demand is worth it: a step has fewer than half as many tokens as the model's untied
-// token table has chunks. False for models with adapters.
-bool rows_pay(const ModelSpec& spec, const SessionOptions& options);
+// SessionOptions::embedding_part, where it is worth it: the model's untied token table has more than 131072 elements
+// for each token of a step. A part then has as many elements as a row, rounded down to a size that parts may have.
+// Otherwise, and for models with adapters, 0.
+std::uint64_t embedding_part_for(const ModelSpec& spec, const SessionOptions& options);
 // The sparse chunks of a step, for plans of steps that have no tokens yet. It assumes that tokens spread over the whole
 // table and that each step uses other chunks. step: its number, from 0. pending: as in Planner::train_step().
 swap::SparseChunks expected_sparse_chunks(const SessionPlan& plan, int step, bool pending);
@@ -95,9 +96,9 @@ SessionPlan plan_again(const SessionPlan& other, const ModelSpec& spec, const Se
 // model's), it uses none of these choices. That changes no bit.
 SessionPlan plan_that_fits(const ModelSpec& spec, const SessionOptions& options, const ComputeNeeds& needs);
 
-// The identity of a store: what it says of its model, enough to read the model back without the session. sparse: its
-// token tables are cut into sparse chunks.
-std::string store_identity(const ModelSpec& spec, const SessionOptions& options, bool sparse = false);
+// The identity of a store: what it says of its model, enough to read the model back without the session.
+// embedding_part: as in SessionOptions, and chosen.
+std::string store_identity(const ModelSpec& spec, const SessionOptions& options, std::uint64_t embedding_part = 0);
 io::VolumeOptions storage_volume(const SessionOptions& options);
 swap::StoreOptions store_options(const ModelSpec& spec, const SessionOptions& options, const SessionPlan& plan);
 

@@ -10,7 +10,7 @@ bool suits(const swap::Layout& layout, std::uint64_t host_budget) {
   std::size_t groups = 0;
   for (const swap::UnitShape& unit : layout.units())
     groups += static_cast<std::size_t>(std::ranges::count_if(
-        unit.groups, [](const swap::GroupShape& group) { return group.elements != 0 && !group.sparse; }));
+        unit.groups, [](const swap::GroupShape& group) { return group.elements != 0 && group.sparse_elements == 0; }));
   // Larger chunks would be fewer, but for sparse ones.
   const bool cuts = layout.chunks().size() - layout.sparse_chunks().size() > groups;
   const std::uint64_t largest = std::max(layout.max_word_bytes() / swap::word_bytes(1),

@@ -59,7 +59,7 @@ StoredModel open_stored_model(const Folders& storage) {
   found.spec = stored_spec(identity, storage.front().string());
   found.source = source_in(nlohmann::json::parse(found.contents.progress, nullptr, false));
   found.packed =
-      pack(found.spec, parse_precision(identity.value("precision", "")), cut_for_rows(found.contents.identity));
+      pack(found.spec, parse_precision(identity.value("precision", "")), embedding_part_of(found.contents.identity));
   std::vector<swap::UnitShape> shapes;
   for (const PackedUnit& unit : found.packed.units) shapes.push_back(unit.shape);
   found.layout = std::make_unique<swap::Layout>(std::move(shapes), found.packed.stages, found.contents.chunk_elements);

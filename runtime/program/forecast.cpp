@@ -23,8 +23,7 @@ constexpr std::size_t kJudgedSteps = 8;  // after the first, whose state is stil
 
 }  // namespace
 
-Forecast::Forecast(const TrainOptions& options, const ModelSpec& spec, TrainingLog& log)
-    : options_(options), spec_(spec), log_(log) {}
+Forecast::Forecast(const ModelSpec& spec, TrainingLog& log) : spec_(spec), log_(log) {}
 
 // Measuring writes to the drives: not under a limit of what a run may write, nor for a run that uses none.
 bool Forecast::pays(const SessionOptions& session, std::int64_t steps) const {

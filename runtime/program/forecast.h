@@ -14,8 +14,8 @@ namespace tierflow {
 
 class Forecast {
  public:
-  // `options`, `spec` and `log` outlive it.
-  Forecast(const TrainOptions& options, const ModelSpec& spec, TrainingLog& log);
+  // `spec` and `log` outlive it.
+  Forecast(const ModelSpec& spec, TrainingLog& log);
 
   // Sets the choices that choose_placement() makes with the profile in the cache. If there is no profile and a run of
   // `steps` steps is long enough, this machine is measured first, before the session takes its memory, and the profile
@@ -35,7 +35,6 @@ class Forecast {
   bool pays(const SessionOptions& session, std::int64_t steps) const;
   void measure(const SessionOptions& session);
 
-  const TrainOptions& options_;
   const ModelSpec& spec_;
   TrainingLog& log_;
   std::optional<ProfileCache> cache_;

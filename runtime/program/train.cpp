@@ -51,7 +51,7 @@ class Training {
         log_(log),
         spec_(training_spec(left_.resumable ? with_base_of(elsewhere_.empty() ? options.storage : elsewhere_, options)
                                             : options)),
-        forecast_(options_, spec_, log),
+        forecast_(spec_, log),
         out_(options, spec_, left_.resumable, log, beside_),
         trace_(options.trace, log),
         data_(prepare_data(data_options(options, spec_, temporary_folder()), log)),
@@ -184,7 +184,7 @@ class Training {
     if (left_.resumable) {
       session.resume = true;
       session.chunk_elements = left_.chunk_elements;
-      session.rows_on_demand = left_.rows_on_demand;
+      session.embedding_part = left_.embedding_part;
     }
     write_limit_ = session.write_limit;
     announce_device(options_, session, log_);

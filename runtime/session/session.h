@@ -57,7 +57,7 @@ struct StepResult {
   // Bytes of gradients that are zeros because no token took their expert. They were moved neither from the device nor
   // to and from storage.
   std::uint64_t gradient_bytes_left_out = 0;
-  // If the step uses a part of the embedding (SessionOptions::rows_on_demand): the number of rows of its tokens, the
+  // If the step uses a part of the embedding (SessionOptions::embedding_part): the number of rows of its tokens, the
   // bytes of the table and its state that it moves from and to storage without commits, and the bytes that it would
   // move if it used the whole table.
   std::int64_t embedding_rows = 0;

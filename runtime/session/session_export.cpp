@@ -222,7 +222,7 @@ std::string Session::describe() const {
   const std::uint64_t trainable_parameters = impl.plan.packed.trainable_parameters;
   const std::string trained = !impl.options.train || trainable_parameters == parameters()
                                   ? ""
-                                  : human_count(static_cast<double>(trainable_parameters)) + " of them trained, ";
+                                  : ", " + human_count(static_cast<double>(trainable_parameters)) + " of them trained";
   const auto share = [&](const std::vector<bool>& resident, bool trainable = true) {
     std::uint64_t kept = 0, all = 0;
     for (std::size_t id = 0; id < resident.size(); ++id) {
@@ -236,9 +236,10 @@ std::string Session::describe() const {
   const auto keeping = impl.plan.arrangement.count(swap::Activations::keep);
   const auto swapping = impl.plan.arrangement.count(swap::Activations::swap);
   std::string text =
-      human_count(static_cast<double>(parameters())) + " parameters, " + trained +
-      precision_name(impl.options.precision) + "; device: " + mib(impl.plan.arrangement.device_bytes()) +
-      " of slots and " + mib(impl.plan.workspace) + " of workspace in " + mib(impl.options.device_memory) +
+      human_count(static_cast<double>(parameters())) + " parameters" + trained +
+      (impl.options.train ? std::string(", ") + precision_name(impl.options.precision) : "") +
+      "; device: " + mib(impl.plan.arrangement.device_bytes()) + " of slots and " + mib(impl.plan.workspace) +
+      " of workspace in " + mib(impl.options.device_memory) +
       (keeping == 0 ? "" : ", " + std::to_string(keeping) + " layers' micro-batches keep their activations") +
       (swapping == 0 ? "" : ", " + std::to_string(swapping) + " swap theirs") +
       "; host: " + mib(impl.plan.host_bytes()) + " of " + mib(impl.options.host_memory) + ", in it " +

@@ -11,7 +11,7 @@ namespace {
 
 // No chunk goes longer without its updates: so many learning rates are remembered at most, and what is replayed at once
 // stays bounded.
-constexpr std::int64_t kMostMissed = 256;
+constexpr std::int64_t kMostMissed = 1024;
 
 }  // namespace
 

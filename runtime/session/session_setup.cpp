@@ -69,7 +69,7 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
   if (options.resume) {
     left = value_or_throw(swap::Store::inspect(storage_volume(options)));
     check_resumed(left.identity);
-    planned.rows_on_demand = cut_for_rows(left.identity);
+    planned.embedding_part = embedding_part_of(left.identity);
   }
   windows = window_steps(model->spec());
   if (windows != 0 && options.train && options.loss.pairs())

@@ -71,10 +71,10 @@ std::vector<std::pair<StateFormat, std::string>> state_formats(Precision precisi
   return formats;
 }
 
-PackedModel pack(const ModelSpec& spec, Precision precision, bool sparse_tables) {
+PackedModel pack(const ModelSpec& spec, Precision precision, std::uint64_t embedding_part) {
   PackedModel model;
   model.precision = precision;
-  const std::vector<TokenTable> tables = sparse_tables ? token_tables(spec) : std::vector<TokenTable>{};
+  const std::vector<TokenTable> tables = embedding_part != 0 ? token_tables(spec) : std::vector<TokenTable>{};
   for (const UnitSpec& unit : spec.units) {
     const auto is_table = [&](int tensor) {
       return std::ranges::any_of(
@@ -108,7 +108,7 @@ PackedModel pack(const ModelSpec& spec, Precision precision, bool sparse_tables)
       offset = begin + swap::round_up(offset - begin, swap::kElementsPad);
       packed.formats.push_back(format);
       packed.shape.groups.push_back(group_of(format, kind, offset - begin));
-      packed.shape.groups.back().sparse = sparse;
+      if (sparse) packed.shape.groups.back().sparse_elements = embedding_part;
     }
     model.units.push_back(std::move(packed));
   }

@@ -45,8 +45,9 @@ struct PackedModel {
   Precision precision = Precision::fp32_master_adam8;
   std::uint64_t trainable_parameters = 0;
 };
-// sparse_tables: the groups of the token tables (token_tables.h) are sparse (swap::GroupShape).
-PackedModel pack(const ModelSpec& spec, Precision precision, bool sparse_tables = false);
+// embedding_part: above 0, the groups of the token tables (token_tables.h) are sparse, in chunks of so many elements
+// (swap::GroupShape).
+PackedModel pack(const ModelSpec& spec, Precision precision, std::uint64_t embedding_part = 0);
 // The formats of states under a policy, each with the name that its groups have (swap::GroupShape::precision).
 std::vector<std::pair<StateFormat, std::string>> state_formats(Precision precision);
 

@@ -72,7 +72,7 @@ optim::AdamWParams ChunkWork::at_piece(optim::AdamWParams params, const swap::Ch
 std::uint64_t ChunkWork::update_pieces(
     const swap::Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
     std::span<std::byte> state, const std::function<std::optional<optim::AdamWParams>(const TensorPiece&)>& params_of) {
-  const std::vector<TensorPiece> pieces = pieces_of(chunk);
+  const std::vector<TensorPiece> pieces = pieces_of(chunk, kUpdatedAtOnce);
   const auto* gradients = reinterpret_cast<const std::uint16_t*>(gradient.data());
   const optim::State view =
       state_view(format_of(chunk), chunk.elements, reinterpret_cast<std::uint16_t*>(words.data()), state.data());

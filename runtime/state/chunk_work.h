@@ -43,10 +43,12 @@ class ChunkWork : public swap::UpdateWork {
       : model_(model), layout_(layout), threads_(threads), seed_(seed), measured_(layout.chunks().size()) {}
 
  protected:
-  // Pieces of at most `most` elements each, none across a multiple of it. These lie on a grid that starts with the
-  // chunk's group, so that they are the same however the group is cut into chunks.
-  std::vector<TensorPiece> pieces_of(const swap::Chunk& chunk, std::uint64_t most = optim::kNormSegment) const;
-  // Pieces of the whole chunk, padding included, on the same grid.
+  // Elements of what one thread updates at a time.
+  static constexpr std::uint64_t kUpdatedAtOnce = 64 * 1024;
+  // Pieces of at most `most` elements each, none across a multiple of it from the chunk's first element. If it is
+  // optim::kNormSegment, they are the same however the chunk's group is cut into chunks.
+  std::vector<TensorPiece> pieces_of(const swap::Chunk& chunk, std::uint64_t most) const;
+  // Pieces of kNormSegment elements of the whole chunk, padding included.
   std::vector<TensorPiece> segments_of(const swap::Chunk& chunk) const;
 
   // The measurements of a chunk's gradient, for the pieces that were measured last.

@@ -81,6 +81,7 @@ def test_of_a_mixture_the_chosen_experts_are_read(family, work):
     streamed = ["300KiB" if word == "3MiB" else word for word in STREAMED]
     done = run(work, "generate", "--model", "model", "--json", *short, *streamed, "--log-json", "log.json", env={"XDG_CACHE_HOME": str(work / "cache")})
     assert json.loads(done.stdout) == found[1]
+    assert " parameters; device: " in done.stderr  # no precision of training
     assert re.search(r" tokens in [\d.]+ s, [\d.]+ a second; [\w ]+ was busy \d+% of it; ", done.stderr)
     assert re.search(r"a pass took \d+% of the experts: \d+% of these were on the device, \d+% in RAM, \d+% were read", done.stderr)
     summary = json.loads((work / "log.json").read_text().splitlines()[-1])["generation"]

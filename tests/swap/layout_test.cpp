@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "swap/store.h"
@@ -33,6 +34,36 @@ TEST(Layout, WhatIsTrainableComesFirst) {
   UnitShape turned = partly_frozen();
   std::swap(turned.groups[0], turned.groups[1]);
   EXPECT_THROW(Layout({turned}, {{.units = {0}}}, kChunkQuantum), std::logic_error);
+}
+
+TEST(Layout, SparseGroupsAreCutAsTheySay) {
+  const auto cut = [](std::uint64_t part, bool twice = false, bool frozen = false) {
+    std::vector<StageShape> stages{{.units = {0}}};
+    if (twice) stages.push_back({.units = {0}});
+    return Layout({{.name = "a",
+                    .groups = {{.elements = kElementsPad, .state_bytes_element = 4},
+                               {.trainable = !frozen,
+                                .elements = 3 * kChunkQuantum - kElementsPad,
+                                .state_bytes_element = 10,
+                                .sparse_elements = part}}}},
+                  stages, 2 * kChunkQuantum);
+  };
+  for (const std::uint64_t part : {kSparseQuantum, 3 * kSparseQuantum, kChunkQuantum}) {
+    const Layout layout = cut(part);
+    EXPECT_EQ(layout.sparse_elements(), part);
+    const std::span<const Chunk> all = layout.chunks_of(0);
+    EXPECT_EQ(layout.sparse_chunks().size(), all.size() - 1);
+    for (std::size_t i = 1; i < all.size(); ++i) {
+      EXPECT_TRUE(all[i].sparse);
+      EXPECT_EQ(all[i].first, kElementsPad + (i - 1) * part);
+      EXPECT_EQ(all[i].elements, std::min(part, 3 * kChunkQuantum - all[i].first));
+    }
+  }
+  EXPECT_EQ(cut(0).sparse_elements(), 0U);
+  for (const std::uint64_t part : {kSparseQuantum - kElementsPad, kSparseQuantum + 1, kChunkQuantum + kSparseQuantum})
+    EXPECT_THROW(cut(part), std::logic_error);
+  EXPECT_THROW(cut(kSparseQuantum, /*twice=*/true), std::logic_error);
+  EXPECT_THROW(cut(kSparseQuantum, false, /*frozen=*/true), std::logic_error);
 }
 
 // Of frozen chunks, storage has the words alone: neither state nor gradients nor their sums.

@@ -68,6 +68,41 @@ TEST_F(LedgerTest, AWriteWaitsForTheWriteBefore) {
   EXPECT_EQ(wrong({{{}, write(0, 100)}, {{10}, write(50, 100)}}), "");
 }
 
+// Reading as a task before did is a reading of its own: who overwrites waits for the last of them.
+TEST_F(LedgerTest, WhatIsReadAgainIsReadByTheLastReader) {
+  const auto reads = [](Ledger& ledger) {
+    ledger.read_device(0, 50, kWords);
+    ledger.read_device(50, 50, kWords);
+    ledger.has_read(0, 100);
+  };
+  const auto again = [](bool expected) {
+    return [expected](Ledger& ledger) { EXPECT_EQ(ledger.reads_again(0, 100), expected); };
+  };
+  const auto with = [&](std::vector<TaskId> dependencies) {
+    return wrong({{{}, write(0, 50)},
+                  {{}, write(50, 50)},
+                  {{10, 11}, reads},
+                  {{12}, again(true)},
+                  {{13}, again(true)},
+                  {dependencies, write(60, 10, kOther)}});
+  };
+  EXPECT_EQ(with({14}), "");
+  EXPECT_THAT(with({13}), HasSubstr("overwrites what task 14 may still be reading"));
+  EXPECT_THAT(with({12}), HasSubstr("overwrites what task 14 may still be reading"));
+  // Not where it does not wait for the first reader, where something was written since, or in another plan.
+  EXPECT_EQ(wrong({{{}, write(0, 100)}, {{10}, reads}, {{10}, again(false)}}), "");
+  EXPECT_EQ(wrong({{{}, write(0, 100)}, {{10}, reads}, {{11}, write(99, 1)}, {{11, 12}, again(false)}}), "");
+  EXPECT_EQ(wrong({{{}, write(0, 100)},
+                   {{10}, reads},
+                   {{11}, [](Ledger& ledger) { ledger.begin_plan(); }},
+                   {{11, 12}, again(false)}}),
+            "");
+  EXPECT_EQ(wrong({{{}, write(0, 100)},
+                   {{10}, reads},
+                   {{11}, [](Ledger& ledger) { EXPECT_FALSE(ledger.reads_again(0, 50)); }}}),
+            "");
+}
+
 TEST_F(LedgerTest, AReadWaitsForItsWriterDirectlyOrThroughOthers) {
   const auto nothing = [](Ledger&) {};
   EXPECT_THAT(wrong({{{}, write(0, 100)}, {{}, read(0, 100)}}),

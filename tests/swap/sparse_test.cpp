@@ -18,13 +18,14 @@ struct Planned {
 
 // An embedding of sparse chunks with a group beside them, blocks and a head; from the smallest budget that works on.
 Planned random_run(std::minstd_rand& random, bool staged) {
+  const std::uint64_t part = (1 + random() % 8) * kSparseQuantum;
   std::vector<UnitShape> units{
       {.name = "embedding",
        .groups = {{.elements = kElementsPad, .state_bytes_element = 4, .state_bytes_block = 8, .precision = "a"},
-                  {.elements = (4 + random() % 12) * kChunkQuantum - kElementsPad,
+                  {.elements = (4 + random() % 12) * part - kElementsPad,
                    .state_bytes_element = 10,
                    .precision = "b",
-                   .sparse = true}}}};
+                   .sparse_elements = part}}}};
   std::vector<StageShape> stages{{.units = {0}, .backward_needs_weights = false}};
   for (int unit = 1; unit < 4; ++unit) {
     units.push_back({.name = "unit", .groups = {{.elements = 3 * kChunkQuantum, .state_bytes_element = 4}}});

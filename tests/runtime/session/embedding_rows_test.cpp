@@ -15,7 +15,7 @@ namespace tierflow::testing {
 namespace {
 
 constexpr int kSteps = 9, kSpoiledGradient = 3, kSpoiledLoss = 5;
-constexpr std::int64_t kRows = 16384;  // of 64 numbers: 16 chunks
+constexpr std::int64_t kRows = 16384;  // of 64 numbers: 128 parts
 
 struct Setting {
   const char* name;
@@ -24,6 +24,7 @@ struct Setting {
   Precision precision = Precision::fp32_master_adam8;
   std::int64_t tile = INT64_MAX;  // elements
   std::uint64_t host = 5 * kMiB / 2;
+  std::uint64_t part = swap::kSparseQuantum;
 };
 void PrintTo(const Setting& setting, std::ostream* out) {
   *out << setting.name;
@@ -77,20 +78,25 @@ class Rows : public ::testing::TestWithParam<Setting> {
     options.storage = {folder_.path};
     options.allow_buffered = options.allow_any_filesystem = true;
     options.host_memory = GetParam().host;
-    options.rows_on_demand = true;
+    options.embedding_part = GetParam().part;
     options.commit_every = 1;
     options.speculation = GetParam().speculates ? Speculation::always : Speculation::never;
     return options;
   }
   AdamW adamw() const { return {.weight_decay = GetParam().decay}; }
 
+  // A stage whose gradient no token's row decides.
+  static int block_of(const Spoiling& model) {
+    const std::vector<StageSpec>& stages = model.spec().stages;
+    return static_cast<int>(std::ranges::find(stages, StageKind::block, &StageSpec::kind) - stages.begin());
+  }
   void train(Session& session, const Spoiling& model, int up_to, Seen& seen, bool evaluates = true) {
     while (session.steps() < up_to) {
       const int step = static_cast<int>(session.steps());
       seen.losses.resize(std::min<std::size_t>(seen.losses.size(), step));
       seen.norms.resize(std::min<std::size_t>(seen.norms.size(), step));
       auto& spoils = const_cast<Spoiling&>(model);
-      spoils.spoiled_stage = GetParam().clips && step == kSpoiledGradient ? 1 : -1;
+      spoils.spoiled_stage = GetParam().clips && step == kSpoiledGradient ? block_of(model) : -1;
       spoils.spoiled_loss = step == kSpoiledLoss;
       const StepResult result = session.step(few_tokens(step), 1e-3 * (1 + step));
       seen.losses.push_back(std::isfinite(result.loss) ? result.loss : 0);
@@ -163,7 +169,7 @@ TEST_P(Rows, GoOnWithWhatWasMissed) {
     train(session, *of, std::min(kSteps, static_cast<int>(session.steps()) + 3), seen, false);
     options.resume = true;
     options.host_memory = session_of % 2 == 0 ? 4 * kMiB : GetParam().host;
-    options.rows_on_demand.reset();
+    options.embedding_part.reset();
   }
   Session session({of, initial(11)}, options, adamw());
   train(session, *of, kSteps, seen, false);
@@ -175,11 +181,11 @@ TEST_P(Rows, GoOnWithWhatWasMissed) {
 TEST_P(Rows, PayWhereAStepHasFewTokens) {
   const ModelSpec spec = model()->spec();
   SessionOptions options = on_storage();
-  EXPECT_FALSE(rows_pay(spec, options));  // 12 tokens, 16 chunks
+  EXPECT_EQ(embedding_part_for(spec, options), 0U);  // 12 tokens, 8 times 131072 elements
   options.micro_batches = 1;
-  EXPECT_TRUE(rows_pay(spec, options));
+  EXPECT_EQ(embedding_part_for(spec, options), swap::kSparseQuantum);
   options.storage.clear();
-  EXPECT_FALSE(rows_pay(spec, options));
+  EXPECT_EQ(embedding_part_for(spec, options), 0U);
 }
 
 TEST_P(Rows, AreExportedUpToDate) {
@@ -217,6 +223,7 @@ TEST_P(Rows, AreExportedUpToDate) {
 INSTANTIATE_TEST_SUITE_P(
     All, Rows,
     ::testing::Values(Setting{.name = "clips"}, Setting{.name = "clips_resident", .host = 14 * kMiB},
+                      Setting{.name = "clips_in_large_parts", .part = swap::kChunkQuantum},
                       Setting{.name = "speculates", .speculates = true, .decay = 0.1},
                       Setting{.name = "clips_never", .clips = false, .decay = 0.1},
                       Setting{.name = "defers_a_half", .clips = false, .deferred = 0.5, .tile = 6 << 16},
