@@ -82,6 +82,22 @@ if(TIERFLOW_TOGETHER)
     state/streamed_state.cpp
     state/words_ahead.cpp)
   tierflow_together(session
+    session/adapter_factors.cpp
+    session/adapter_folder.cpp
+    session/adapter_init.cpp
+    session/adapters.cpp
+    session/gradient_init.cpp)
+  tierflow_together(session
+    session/generator.cpp
+    session/merge.cpp
+    session/sampler.cpp
+    session/schedule.cpp
+    state/model_extents.cpp)
+  tierflow_together(session
+    batches/data_batches.cpp
+    batches/teacher_batches.cpp
+    optimizer/adamw8bit.cpp)
+  tierflow_together(session
     stream/stream_state.cpp
     stream/durable_store.cpp
     device/tensor_slot.cpp)
@@ -129,6 +145,16 @@ if(TIERFLOW_TOGETHER)
     program/generate.cpp
     program/run_common.cpp
     program/run_result.cpp)
+  tierflow_together(commands
+    program/distillation_run.cpp
+    program/preference_run.cpp
+    program/samples.cpp
+    program/teacher_pass.cpp)
+  tierflow_together(commands
+    program/export_beside.cpp
+    program/live_text.cpp
+    program/run_identity.cpp
+    program/run_record.cpp)
   tierflow_together(commands
     program/held_out.cpp
     program/learning_rate.cpp

@@ -16,7 +16,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kWeights = "adapter_model.safetensors";
-constexpr std::size_t kPiece = 1 << 14;  // values
+constexpr std::size_t kSavedAtOnce = 1 << 14;  // values
 
 std::vector<float> whole(const MasterOf& master, const std::pair<int, int>& at) {
   std::vector<float> all;
@@ -85,7 +85,7 @@ const AdapterReader::Factor& AdapterReader::factor(const TensorSpec& tensor, con
   std::vector<float>& values = factors_[0].values;
   values.resize(product(shape));
   const Turned turned(static_cast<std::size_t>(shape[0]), values.size());
-  std::vector<float> piece(std::min(kPiece, values.size()));
+  std::vector<float> piece(std::min(kSavedAtOnce, values.size()));
   for (std::size_t at = 0; at < values.size(); at += piece.size()) {
     piece.resize(std::min(piece.size(), values.size() - at));
     weights_->read_f32(name, at, piece);
@@ -111,10 +111,10 @@ std::string saved_base_name(const TensorSpec& tensor) {
 }
 
 void expect_values_of_base(const TensorSpec& tensor, const Checkpoint& weights, const WeightSource& base) {
-  std::vector<float> saved(kPiece), own(kPiece);
+  std::vector<float> saved(kSavedAtOnce), own(kSavedAtOnce);
   const auto elements = static_cast<std::uint64_t>(tensor.elements());
-  for (std::uint64_t first = 0; first < elements; first += kPiece) {
-    const std::size_t count = std::min<std::uint64_t>(kPiece, elements - first);
+  for (std::uint64_t first = 0; first < elements; first += kSavedAtOnce) {
+    const std::size_t count = std::min<std::uint64_t>(kSavedAtOnce, elements - first);
     base(tensor, first, std::span(own).first(count));
     weights.read_f32(saved_base_name(tensor), first + static_cast<std::uint64_t>(tensor.first_element()),
                      std::span(saved).first(count));

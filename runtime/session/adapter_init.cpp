@@ -17,7 +17,7 @@
 namespace tierflow {
 namespace {
 
-constexpr std::uint64_t kPiece = 1 << 14;  // elements
+constexpr std::uint64_t kReadAtOnce = 1 << 14;  // elements
 
 std::map<std::string, int> units_of_modules(const ModelSpec& spec) {
   std::map<std::string, int> units;
@@ -99,7 +99,7 @@ BaseValues::BaseValues(const ModelSpec& spec, WeightSource weights, StoredSource
 
 void BaseValues::each(const TensorSpec& weight, const std::function<void(std::span<const float>)>& use) const {
   const auto elements = static_cast<std::uint64_t>(weight.elements());
-  std::vector<float> values(std::min(kPiece, elements));
+  std::vector<float> values(std::min(kReadAtOnce, elements));
   std::vector<std::uint16_t> words(values.size());
   std::vector<std::byte> stored;
   if (weight.format != WeightFormat::bf16)
