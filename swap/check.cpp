@@ -34,14 +34,22 @@ void PlanChecker::begin_undo() {
 }
 
 io::Error PlanChecker::flush(const Plan& plan, bool pending, SparseChunks sparse) {
-  deferred_step_ = step_;
-  begin_plan({.deferred_updates = pending ? 1 : 0}, std::move(sparse));
+  begin_flush(pending, std::move(sparse));
   return finish(plan);
 }
 
+void PlanChecker::begin_flush(bool pending, SparseChunks sparse) {
+  deferred_step_ = step_;
+  begin_plan({.deferred_updates = pending ? 1 : 0}, std::move(sparse));
+}
+
 io::Error PlanChecker::evaluate(const Plan& plan) {
-  begin_plan({});
+  begin_evaluation();
   return finish(plan);
+}
+
+void PlanChecker::begin_evaluation() {
+  begin_plan({});
 }
 
 void PlanChecker::begin_step(bool pending, bool commits, Updates updates, SparseChunks sparse) {

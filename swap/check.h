@@ -37,6 +37,8 @@ class PlanChecker {
   // The same as train_step() for a plan that comes in parts: play() takes each part, and finish() the rest.
   void begin_step(bool pending, bool commits, Updates updates = Updates::as_arranged, SparseChunks sparse = {});
   void begin_undo();  // the same for undo()
+  void begin_flush(bool pending, SparseChunks sparse = {});
+  void begin_evaluation();
   void play(const Plan& part);
   io::Error finish(const Plan& rest);
 

@@ -65,15 +65,16 @@ void prove(const SessionPlan& plan, bool train) {
     --steps;
     prove_step(false, swap::Updates::as_arranged, /*again=*/true);
   }
-  planner.stream_parts_to({});
   if (pending || (steps > 0 && !plan.layout->sparse_chunks().empty())) {
     swap::SparseChunks sparse = expected_sparse_chunks(plan, steps, pending);
     const swap::SparseChunks last = expected_sparse_chunks(plan, steps - 1, false);
     sparse.used.assign(sparse.used.size(), false);
     for (const int chunk : plan.layout->sparse_chunks()) sparse.missed[chunk] = !last.used[chunk];
-    expect_right(checker.flush(planner.flush(pending, sparse), pending, sparse));
+    checker.begin_flush(pending, sparse);
+    expect_right(checker.finish(planner.flush(pending, sparse)));
   }
-  expect_right(checker.evaluate(planner.evaluate(plan.evaluated_at_once, true)));
+  checker.begin_evaluation();
+  expect_right(checker.finish(planner.evaluate(plan.evaluated_at_once, true)));
 }
 
 }  // namespace tierflow
