@@ -4,6 +4,7 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <tuple>
 
 #include "runtime/models/grain.h"
 #include "runtime/models/row_kernels_device.h"
@@ -140,7 +141,8 @@ void top_logits(const Tensor& logits, std::int64_t first, const TopLogits& top) 
 }
 
 void add_rows_at(const Tensor& sum, const Tensor& ids, const Tensor& d) {
-  const auto [sorted, tokens] = at::sort(ids, /*stable=*/true, /*dim=*/0, /*descending=*/false);
+  const auto order = at::sort(ids, /*stable=*/true, /*dim=*/0, /*descending=*/false);
+  const torch::Tensor &sorted = std::get<0>(order), &tokens = std::get<1>(order);
   enqueue("tierflow::add_rows_at", sum, [&](const Queue& on) {
     add_rows_at(sum.mutable_data_ptr<float>(), sum.size(0), bits(d), values<std::int64_t>(sorted),
                 values<std::int64_t>(tokens), d.size(0), d.size(1), on);
