@@ -6,7 +6,7 @@
 
 The model is --config, cut to --layers, with random weights. The text is random: `zipf` draws token r with a probability as 1 / (r + 10), as vocabularies sort their merges by frequency; `uniform` draws each alike, the worst case.
 --tokens FILE takes real ones: a .npy of ids. What a run writes lies in DIR/embedding and is removed at the end. One JSON line: of each step, but the first, the rows and the share; with --count the share that the rule
-gives, on average over 50 steps: parts of as many elements as a row, rounded down to a multiple of 8192; those of a step and of the step before are moved, against all of them. "share_of_untouched" comes on top in a long run:
+gives, on average over 50 steps: parts of as many elements as a row, rounded down to a multiple of 8192, or larger ones where they were more than 70,000; those of a step and of the step before are moved, against all of them. "share_of_untouched" comes on top in a long run:
 parts that no token uses catch up after 513 to 1024 updates. The default is the shape of Qwen2.5-7B; a run of it takes 6 GB of storage for
 the embedding, twice."""
 import argparse
@@ -20,6 +20,7 @@ from layers import checked
 
 ROOT = pathlib.Path(__file__).parents[2]
 PART = 8192  # elements: swap::kSparseQuantum
+MOST_PARTS = 70_000
 MOST_MISSED = 1024  # updates: runtime/session/session_rows.cpp
 
 
@@ -37,6 +38,8 @@ def ids_of(args, vocabulary, count):
 def counted(args, config):
     rows, columns = config["vocab_size"], config["hidden_size"]
     part = min(max(columns // PART * PART, PART), 8 * PART)
+    while rows * columns // part > MOST_PARTS and part < 8 * PART:
+        part += PART
     all_parts = -(-rows * columns // part)
     ids = ids_of(args, rows, 51 * args.sequence_length).reshape(51, -1)
     used = [{part_of for row in set(step.tolist()) for part_of in range(row * columns // part, ((row + 1) * columns - 1) // part + 1)} for step in ids]

@@ -119,7 +119,7 @@ std::uint64_t ComputeNeeds::expected(const swap::Arrangement& arrangement) const
 }
 
 std::uint64_t embedding_part_for(const ModelSpec& spec, const SessionOptions& options) {
-  constexpr std::uint64_t kElementsForToken = 131072;
+  constexpr std::uint64_t kElementsForToken = 131072, kMostParts = 70'000;
   if (!options.train || options.storage.empty() || !spec.adapter_config_json.empty()) return 0;
   std::uint64_t elements = 0, columns = 0;
   for (const TokenTable& table : token_tables(spec)) {
@@ -127,7 +127,9 @@ std::uint64_t embedding_part_for(const ModelSpec& spec, const SessionOptions& op
     columns = static_cast<std::uint64_t>(table.columns);
   }
   if (tokens_in_step(options) >= elements / kElementsForToken) return 0;
-  return std::clamp(columns / swap::kSparseQuantum * swap::kSparseQuantum, swap::kSparseQuantum, swap::kChunkQuantum);
+  std::uint64_t part = std::max(columns / swap::kSparseQuantum * swap::kSparseQuantum, swap::kSparseQuantum);
+  while (part < swap::kChunkQuantum && elements / part > kMostParts) part += swap::kSparseQuantum;
+  return std::min(part, swap::kChunkQuantum);
 }
 
 static_assert(swap::kSparseQuantum % optim::kNormSegment == 0, "the norm has the same bits however a table is cut");

@@ -78,8 +78,8 @@ struct SessionPlan {
 };
 
 // SessionOptions::embedding_part, where it is worth it: the model's untied token table has more than 131072 elements
-// for each token of a step. A part then has as many elements as a row, rounded down to a size that parts may have.
-// Otherwise, and for models with adapters, 0.
+// for each token of a step. A part then has as many elements as a row, rounded down to a size that parts may have, and
+// more if these were more than 70,000 parts. Otherwise, and for models with adapters, 0.
 std::uint64_t embedding_part_for(const ModelSpec& spec, const SessionOptions& options);
 // The sparse chunks of a step, for plans of steps that have no tokens yet. It assumes that tokens spread over the whole
 // table and that each step uses other chunks. step: its number, from 0. pending: as in Planner::train_step().
