@@ -222,7 +222,8 @@ TEST(CheckpointWriter, NamesTheFirstTensorThatIsNotFinite) {
                             {{.name = "a", .dtype = dtype, .shape = {3}},
                              {.name = "b", .dtype = dtype, .shape = {1}},
                              {.name = "c", .shape = {2, 2}, .stored_dtype = "U8", .stored_bytes = 4}});
-    const std::array a{decltype(first){}, first, decltype(first){}}, b{second};
+    const std::array<decltype(first), 3> a{decltype(first){}, first, decltype(first){}};
+    const std::array<decltype(second), 1> b{second};
     const std::array<std::uint16_t, 2> copied{0xffff, 0xffff};
     writer.write(std::as_bytes(std::span(a)));
     writer.write(std::as_bytes(std::span(b)));
