@@ -79,8 +79,9 @@ class Ledger {
   void read_device(std::uint64_t begin, std::uint64_t bytes, const Content& expected);
   void write_device(std::uint64_t begin, std::uint64_t bytes, const Content& content);
   // Whether a task before it, for which it waits directly, has read all of these bytes, in this plan, and nothing has
-  // been written there since: then it has the same right to read the same contents. If not, the caller reads what it
-  // needs of them, piece by piece, and says so with has_read().
+  // been written there since: then it has the same right to read the same contents. From then on who overwrites
+  // something that the earlier task has read, these bytes or others, waits for the current task. If not, the caller
+  // reads what it needs of them, piece by piece, and says so with has_read().
   bool reads_again(std::uint64_t begin, std::uint64_t bytes);
   void has_read(std::uint64_t begin, std::uint64_t bytes);
   // The content of the range that begins there; `nothing` if none does.

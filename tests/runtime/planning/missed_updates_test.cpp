@@ -7,7 +7,6 @@
 #include <string>
 
 #include "runtime/planning/session_plan.h"
-#include "tests/runtime/expect.h"
 
 namespace tierflow::testing {
 namespace {
