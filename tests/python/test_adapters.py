@@ -1,5 +1,6 @@
 """Adapters beside PEFT: its folder is read as ours is meant, and training takes the same course."""
 import json
+import statistics
 import subprocess
 
 import numpy
@@ -90,10 +91,11 @@ def train_with_peft(model, steps, lr=1e-2, optimizer=None):
     return losses
 
 
-def expect_the_same_course(ours, theirs, within=2e-2):
-    """Of bf16 beside fp32: the first ten losses, and all of them."""
+def expect_the_same_course(ours, theirs, within=5e-2):
+    """Of bf16 beside fp32: the first ten losses, their mean, and all of them. Later losses move apart to both sides, by as much as 3% on some processors."""
     assert ours[-1] < 0.95 * ours[0]
     assert ours[:10] == pytest.approx(theirs[:10], rel=5e-3)
+    assert statistics.mean(ours) == pytest.approx(statistics.mean(theirs), rel=5e-3)
     assert ours == pytest.approx(theirs, rel=within)
 
 
@@ -210,7 +212,7 @@ def test_modules_that_are_saved_are_those_of_peft(family, saved, tied, tmp_path)
 
     # What PEFT trains from the same values takes the same course, and each reads what the other has trained.
     model = peft.PeftModel.from_pretrained(plain(tmp_path / "model"), tmp_path / "begun", is_trainable=True)
-    expect_the_same_course(losses[:-1], train_with_peft(model, steps), within=5e-2)
+    expect_the_same_course(losses[:-1], train_with_peft(model, steps))
     _, again, other = read_by_each_other(theirs, tuned, tmp_path)
     for name, value in other.items():
         assert value.equal(again[name]), name
