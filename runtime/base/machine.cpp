@@ -33,7 +33,8 @@ std::string human_bytes(std::uint64_t bytes) {
   if (bytes >= std::uint64_t{1} << 30) return fmt::format("{:.2f} GiB", bytes / 1073741824.0);
   if (bytes >= std::uint64_t{10} << 20) return fmt::format("{:.0f} MiB", bytes / 1048576.0);
   if (bytes >= std::uint64_t{1} << 20) return fmt::format("{:.1f} MiB", bytes / 1048576.0);
-  return bytes >= 1024 ? fmt::format("{:.0f} KiB", bytes / 1024.0) : fmt::format("{} bytes", bytes);
+  return bytes >= 1024 ? fmt::format("{:.0f} KiB", bytes / 1024.0)
+                       : fmt::format("{} byte{}", bytes, bytes == 1 ? "" : "s");
 }
 
 std::string human_count(double n) {

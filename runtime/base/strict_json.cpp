@@ -31,6 +31,9 @@ Json parse_json(std::string_view text, const std::string& where, int max_depth) 
   } catch (const Json::exception& error) {
     std::string reason = error.what();
     if (const auto bracket = reason.find("] "); bracket != std::string::npos) reason.erase(0, bracket + 2);
+    const std::string_view in_first_line = "parse error at line 1, ";
+    if (reason.starts_with(in_first_line) && text.find('\n') == std::string_view::npos)
+      reason.replace(0, in_first_line.size(), "at ");
     fail_input(where, "is not valid JSON: " + printable(reason, 160));
   }
 }

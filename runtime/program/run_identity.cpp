@@ -45,10 +45,16 @@ std::string configuration_hash(const std::string& effective) {
 
 void expect_same_run(const std::string& then, const std::string& now, const Folders& storage) {
   const json before = json::parse(then, nullptr, false), wanted = json::parse(now);
+  const auto had_then = [&](const std::string& option) {
+    return before.is_object() ? before.value(option, json()) : json();
+  };
+  // These choose the sequences too, so with another one `data` tells nothing.
+  const bool cut_otherwise =
+      had_then("seed") != wanted["seed"] || had_then("sequence-length") != wanted["sequence-length"];
   std::string what;
   for (const auto& [option, value] : wanted.items()) {
-    const json had = before.is_object() ? before.value(option, json()) : json();
-    if (had == value) continue;
+    const json had = had_then(option);
+    if (had == value || (option == "data" && cut_otherwise)) continue;
     if (!what.empty()) what += " and ";
     what += option == "data"
                 ? "other --data (or another tokenizer, --held-out, --packing, --train-on or another option of the data)"

@@ -48,6 +48,18 @@ pid_t holder_of(const std::filesystem::path& state) {
   return holder.ended ? 0 : holder.process;
 }
 
+// That no process trains with, as verifying takes.
+LeftStore free_store_in(const Folders& storage) {
+  try {
+    return store_in(storage);
+  } catch (const Exception& refused) {
+    if (refused.error().kind != io::ErrorKind::locked) throw;
+    io::Error held = refused.error();
+    held.detail += "; `tierflow status` shows how far it is";
+    throw Exception(held);
+  }
+}
+
 // Why no run goes on with it; empty where one does.
 std::string why_not_resumable(const LeftStore& left) {
   if (!left.readable) return left.line;
@@ -134,7 +146,8 @@ int run_status(const StoreCommandOptions& options) {
     std::cout << "it may not be the newest that was committed: " << left.passed_over << "\n";
   if (holder == 0)
     std::cout << (left.streamed    ? "the script that made it goes on with it\n"
-                  : left.resumable ? "the same `tierflow train` command goes on with it\n"
+                  : left.resumable ? "the same `tierflow train` command goes on with it, if it is whole, which "
+                                     "`tierflow verify` finds out\n"
                                    : "no run goes on with it: " + reason + "\n");
   std::cout << export_command(options.storage) << " writes it as a model folder\n";
   return 0;
@@ -142,7 +155,7 @@ int run_status(const StoreCommandOptions& options) {
 
 int run_verify(const StoreCommandOptions& options) {
   watch_signals();
-  const LeftStore left = store_in(options.storage);
+  const LeftStore left = free_store_in(options.storage);
   if (!left.readable) fail(io::ErrorKind::corruption, left.state.string(), left.line);
   const StoredModel model = open_stored_model(options.storage);
   const auto begun = Clock::now();

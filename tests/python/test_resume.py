@@ -165,6 +165,9 @@ def test_another_run_is_refused_by_the_name_of_what_differs(work):
         refused = again(work, *TRAIN, *TIGHT, *changes)
         line = the_error(refused.stderr)
         assert refused.returncode == 2 and names in line and "step 1 " not in refused.stderr, line
+        assert ("--data" in line) == ("--data" in names), line  # the seed chooses the sequences too
+    shorter = the_error(again(work, *changed([*TRAIN, *TIGHT], {"--sequence-length": "32"})).stderr)
+    assert "had --sequence-length 128, not 32: the same" in shorter, shorter
     assert not (work / "out").exists() and files(work / "store") == before
     # The learning rate, its schedule and the number of steps may change.
     done = run(work, *changed(TRAIN, {"--lr": "1e-4", "--steps": str(STEPS + 2)}), *TIGHT, "--lr-schedule", "constant")
@@ -474,11 +477,12 @@ def test_status_and_verify_say_what_is_there(work):
     assert told["process"] == process.pid and told["bytes"] > MIB and not told["resumable"] and "trains with it now" in told["reason"]
     assert told["readable"] and told["step"] >= 1 and told["generation"] >= 2 and told["generations"] == 2 and 0 <= told["age_s"] < 100
     assert re.search(r"\nstate after step \d+\ngeneration \d+, the newest of 2 that are kept; last written \d+ s ago\n", held.stdout), held.stdout
-    assert run(work, "verify", "store", ok=False).returncode == 8
+    refused = run(work, "verify", "store", ok=False)
+    assert refused.returncode == 8 and "`tierflow status` shows how far it is" in the_error(refused.stderr), refused.stderr
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     said = run(work, "status", "store").stdout
-    assert "the same `tierflow train` command goes on with it" in said and "tierflow export --storage store" in said
+    assert "the same `tierflow train` command goes on with it, if it is whole, which `tierflow verify` finds out\n" in said and "tierflow export --storage store" in said
     status = json.loads(run(work, "status", "store", "--json").stdout)
     assert status["resumable"] and status["step"] >= 2 and status["bytes"] > MIB and status["run"]["sequence-length"] == 128
     assert f"state after step {status['step']}" in said and f"process {process.pid} on" in said

@@ -161,6 +161,9 @@ TEST(StrictJson, SaysWhatIsWrongInPlainWords) {
   expect_refusal(ErrorKind::input, {"x", "zero byte"}, [] { parse_json("{}\0{}"sv, "x"); });
   for (const char* text : {"", "{", "[1,]", "{\"a\" 1}", "nan", "{} {}", "{\"a\": 1e999}", "\"\xff\""})
     expect_refusal(ErrorKind::input, {"x.json", "is not valid JSON: "}, [&] { json(text); });
+  expect_refusal(ErrorKind::input, {"x.json", "is not valid JSON: at column 4: "}, [] { json("[1,]"); });
+  expect_refusal(ErrorKind::input, {"x.json", "is not valid JSON: parse error at line 2, column 1: "},
+                 [] { json("[1,\n]"); });
   try {
     json("[1,]");
   } catch (const Exception& error) {

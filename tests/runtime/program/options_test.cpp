@@ -313,6 +313,7 @@ TEST(Options, TrainingIsDescribedInAParagraph) {
 
 TEST(Options, SizesForPeopleAreNeverRoundedToNothing) {
   EXPECT_EQ(human_bytes(0), "0 bytes");
+  EXPECT_EQ(human_bytes(1), "1 byte");
   EXPECT_EQ(human_bytes(1023), "1023 bytes");
   EXPECT_EQ(human_bytes(1024), "1 KiB");
   EXPECT_EQ(human_bytes(300 << 10), "300 KiB");
