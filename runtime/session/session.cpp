@@ -75,9 +75,13 @@ Evaluation Session::evaluate(std::int64_t count, const std::function<MicroBatch(
 }
 Evaluation Session::Impl::evaluated(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
                                     const Scored& scored, const Progress& progress) {
-  const Evaluation result = guarded(executor(), [&] { return evaluate(count, make, scored, progress); });
-  throw_if_out_of_memory();
-  return result;
+  try {
+    const Evaluation result = guarded(executor(), [&] { return evaluate(count, make, scored, progress); });
+    throw_if_out_of_memory();
+    return result;
+  } catch (const NotMade& refused) {
+    std::rethrow_exception(refused.why);
+  }
 }
 std::vector<torch::Tensor> Session::next_logits(const std::vector<CachedRow>& rows, bool another) {
   impl_->check_rows(rows);

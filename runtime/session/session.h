@@ -170,9 +170,9 @@ class Session {
   // Loss and accuracy over the micro-batches, forward only. scored: called with each micro-batch, in order.
   Evaluation evaluate(const std::vector<MicroBatch>& batches, const Scored& scored = {});
   // The same, to the bit, over `count` micro-batches that `make` makes as they are needed. plan().evaluated_at_once of
-  // them exist at once, and pass a stage before the next stage is fetched. A micro-batch that is refused is refused in
-  // the middle: the session can only be destroyed then. progress: called before each micro-batch passes a stage; it
-  // counts these calls, not bytes. If it throws, the session can only be destroyed.
+  // them exist at once, and pass a stage before the next stage is fetched. If `make` throws, or a micro-batch is
+  // refused, the evaluation ends there, and the session stays intact. progress: called before each micro-batch passes a
+  // stage; it counts these calls, not bytes. If it throws, the session can only be destroyed.
   Evaluation evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
                       const Scored& scored = {}, const Progress& progress = {});
   // Generation (generator.h): the logits of the token after each span of each row, fp32 [spans, vocab] on the host. All

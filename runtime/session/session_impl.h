@@ -1,5 +1,6 @@
 #pragma once
 // Inside of Session, shared by session*.cpp.
+#include <exception>
 #include <map>
 
 #include "runtime/base/exception.h"
@@ -124,7 +125,11 @@ struct Session::Impl {
   HeadResult head_of_pairs(const swap::Entered& entered, int micro_batch, const Shared& shared,
                            const Objective& objective, PairTotals& totals);
   void backward_all(const std::vector<Shared>& shared, OptimizerWork& work);
-  // evaluate(), after which a session whose evaluation failed is not used again.
+  // What make() of an evaluation threw, between two passes.
+  struct NotMade {
+    std::exception_ptr why;
+  };
+  // evaluate(), after which a session whose evaluation failed is not used again, unless a micro-batch was not made.
   Evaluation evaluated(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
                        const Scored& scored, const Progress& progress);
   Evaluation evaluate(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,

@@ -314,13 +314,26 @@ Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<Micro
     std::vector<MicroBatch> part;
     std::vector<Shared> shared;
     std::int64_t counted = 0;
+    std::exception_ptr not_made;
     compute(true, [&] {
       counted = 0;
       part.clear();
-      for (std::int64_t index = begin; index < end; ++index) part.push_back(make(index));
+      try {
+        for (std::int64_t index = begin; index < end; ++index) part.push_back(make(index));
+      } catch (const c10::Error& error) {
+        if (is_out_of_memory(error)) throw;
+        not_made = std::current_exception();
+      } catch (...) {
+        not_made = std::current_exception();
+      }
+      if (not_made) return;
       for (const MicroBatch& batch : part) counted += batch.target_tokens();
       shared = share(part);
     });
+    if (not_made) {
+      throw_if(executor().drain());
+      throw NotMade{not_made};
+    }
     result.tokens += counted;
     if (out_of_memory) break;
     expect_references(shared.size());

@@ -205,6 +205,11 @@ TEST(Session, WhatItRefusesLeavesItAsItWas) {
               refused([&] { session.step(wide); }, "at most 2 x 16 tokens");
               refused([&] { session.step(batches(1, 5)); }, "a step takes 2 micro-batches");
               refused([&] { session.evaluate(beyond); }, "micro-batch 1: id");
+              const int after = session.plan().evaluated_at_once;  // one pass of good ones
+              const auto make = [&](std::int64_t index) { return index < after ? batches(1, 5)[0] : beyond[1]; };
+              refused([&] { session.evaluate(after + 2, make); }, "micro-batch " + std::to_string(after) + ": id");
+              EXPECT_THROW(session.evaluate(2, [](std::int64_t) -> MicroBatch { throw std::bad_alloc(); }),
+                           std::bad_alloc);
               refused([&] { session.begin_with_gradient(batches(2, 5)); }, "wait for no gradient");
             }),
             expected);
