@@ -147,12 +147,14 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   // Residency by value a byte: hi words are read twice and written once a step, staged gradients written and read once,
   // the rest of the state read and written once. Frozen words come last: they are read twice, and a drive that only
   // reads does not wear.
-  // Units on demand and sparse chunks come behind all others: they are read only when they are needed.
+  // Units on demand and sparse chunks come behind all others: they are read only when they are needed. Words that stay
+  // on the device, and are not trained, are read once.
   bool on_demand = false;
   const auto keep = [&](std::vector<bool>& resident, bool trainable, auto bytes_of) {
     for (std::size_t id = 0; id < chunks; ++id) {
       const Chunk& chunk = layout.chunks()[id];
       if ((layout.on_demand(chunk.unit) || chunk.sparse) != on_demand) continue;
+      if (!request.train && result.word_place(chunk.unit) != kNowhere) continue;
       const std::uint64_t bytes = chunk.trainable == trainable ? bytes_of(chunk) : 0;
       if (bytes == 0 || bytes > host_left) continue;
       resident[id] = true;

@@ -7,6 +7,7 @@ namespace tierflow::swap {
 namespace {
 
 constexpr int kSlots = 2;  // one at work, one on its way
+constexpr int kAhead = 2;  // blocks whose weights come while one is computed with
 
 struct DeviceNeeds {
   std::uint64_t weights = 0;  // of the most demanding stage
@@ -137,6 +138,66 @@ void keep_state(const Layout& layout, const ArrangeRequest& request, Arrangement
   for (std::vector<std::uint64_t>* places : {&result.device_state, &result.device_gradient})
     for (std::uint64_t& at : *places)
       if (at != kNowhere) at += result.device_resident_begin();
+}
+
+// Bytes of the weight ring with which these units can stay: theirs, and a ring for the others. It holds what a stage
+// needs, and the next blocks come meanwhile.
+std::uint64_t ring_with(const Layout& layout, const std::vector<bool>& stays) {
+  std::uint64_t staying = 0, of_stage = 0, of_block = 0;
+  for (int unit = 0; unit < static_cast<int>(stays.size()); ++unit)
+    if (stays[unit]) staying += layout.unit_word_bytes(unit);
+  for (std::size_t stage = 0; stage < layout.stages().size(); ++stage) {
+    std::uint64_t passing = 0;
+    for (const int unit : layout.stages()[stage].units)
+      if (!stays[unit]) passing += layout.unit_word_bytes(unit);
+    of_stage = std::max(of_stage, passing);
+    if (stage > 0 && stage + 1 < layout.stages().size()) of_block = std::max(of_block, passing);
+  }
+  return staying + of_stage + kAhead * of_block;
+}
+
+// Which units stay on the device if nothing is trained. Each pass then visits the stages in the same order. A ring that
+// holds less than all would hold none of the units that come next. Those of the first and the last stage, which are
+// often the largest, stay if they can: the ring for the others is smaller then. Of the others as many as possible stay,
+// spread evenly, so that the link has work while any of them is computed with.
+std::vector<bool> staying_units(const Layout& layout, std::uint64_t ring) {
+  const int units = static_cast<int>(layout.units().size());
+  std::vector<bool> stays(units, false), at_an_end(units, false);
+  for (const StageShape* stage : {&layout.stages().front(), &layout.stages().back()})
+    for (const int unit : stage->units) {
+      at_an_end[unit] = stays[unit] = true;
+      if (ring_with(layout, stays) > ring) stays[unit] = false;
+    }
+  std::vector<int> others;
+  for (int unit = 0; unit < units; ++unit)
+    if (!at_an_end[unit] && !layout.on_demand(unit)) others.push_back(unit);
+  const auto with = [&](std::size_t count) {
+    std::vector<bool> chosen = stays;
+    for (std::size_t i = 0; i < others.size(); ++i)
+      chosen[others[i]] = (i + 1) * count / others.size() > i * count / others.size();
+    return chosen;
+  };
+  std::size_t fits = 0, too_many = others.size() + 1;
+  while (fits + 1 < too_many) {
+    const std::size_t middle = (fits + too_many) / 2;
+    (ring_with(layout, with(middle)) <= ring ? fits : too_many) = middle;
+  }
+  return with(fits);
+}
+
+// Units get places of their own in the weight ring: all, if it holds all of them.
+void place_words(const Layout& layout, bool train, std::uint64_t all_weights, Arrangement& result) {
+  const int units = static_cast<int>(layout.units().size());
+  std::vector<bool> stays(units, false);
+  if (result.weight_ring >= all_weights)
+    for (int unit = 0; unit < units; ++unit) stays[unit] = !layout.on_demand(unit);
+  else if (!train)
+    stays = staying_units(layout, result.weight_ring);
+  result.word_places.assign(units, kNowhere);
+  std::uint64_t end = result.weight_ring;
+  for (int unit = units; unit-- > 0;)
+    if (stays[unit]) result.word_places[unit] = end -= layout.unit_word_bytes(unit);
+  result.passing_ring = end;
 }
 
 // Bytes of the largest gradient that leaves the device: not of those that are used up there.
@@ -294,6 +355,7 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
       left -= std::min(left / 2, request.evaluation_workspace - std::min(request.evaluation_workspace, of_step));
     grow(result.weight_ring, std::min(left / kSector * kSector, all - result.weight_ring));
   }
+  place_words(layout, request.train, needs.all_weights, result);
   if (request.state_on_device && request.train && result.weight_ring >= needs.all_weights)
     keep_state(layout, request, result, left);
   // Units on demand stay as long as their room is not needed: those that are needed again are not fetched again.

@@ -59,6 +59,10 @@ struct Arrangement {
   int cached_units = 0;  // so many units on demand have a place in RAM at a time; the visits decide which
   // Bytes of the device arena, in this order; the last two are those of units on demand.
   std::uint64_t weight_ring = 0, gradient_ring = 0, held_gradients = 0, needed_ring = 0, needed_gradients = 0;
+  // By unit: where in the weight ring its words stay once they have come, or kNowhere: they pass through the first
+  // `passing_ring` bytes of it, and stay until their room is needed. Empty: all units pass.
+  std::vector<std::uint64_t> word_places;
+  std::uint64_t passing_ring = 0;  // all of the weight ring if no unit has a place
   // The items of a stage follow one another, in the order of its computations.
   std::vector<Item> items;
   int slots = 0;  // of the device; what leaves it for an item passes through them
@@ -101,6 +105,8 @@ struct Arrangement {
   bool resident(ExtentKind kind, int chunk) const;
   // Where on the device the chunk's state, or its gradient that waits, has its place for the whole run, or kNowhere.
   std::uint64_t device_place(ExtentKind kind, int chunk) const;
+  // Where the unit's words stay on the device once they have come, or kNowhere.
+  std::uint64_t word_place(int unit) const { return word_places.empty() ? kNowhere : word_places[unit]; }
   // Whether the chunk's extent has a place in RAM or on the device for the whole run. All others are on storage.
   bool stays(ExtentKind kind, int chunk) const {
     return resident(kind, chunk) || device_place(kind, chunk) != kNowhere;

@@ -97,7 +97,7 @@ void WeightRing::invalidate(int unit) {
 }
 
 void WeightRing::clear() {
-  forget([](const Region&) { return true; });
+  forget([this](const Region& region) { return region.begin < end_; });
   position_ = begin_;
 }
 

@@ -10,7 +10,8 @@
 
 namespace tierflow::swap {
 
-// `bytes` of the arena from `begin`. A unit lies there in one piece. Units that are held stay where they are.
+// `bytes` of the arena from `begin`. A unit lies there in one piece. Units that are held stay where they are. Units
+// with a place behind these bytes are known here too; only invalidate() forgets them.
 class WeightRing {
  public:
   WeightRing(std::uint64_t begin, std::uint64_t bytes) : begin_(begin), end_(begin + bytes), position_(begin) {}
@@ -31,7 +32,7 @@ class WeightRing {
   void add(int unit, std::uint64_t begin, std::uint64_t bytes);
   // Forgets the unit, held or not: its words there are stale.
   void invalidate(int unit);
-  // Forgets everything.
+  // Forgets everything in these bytes.
   void clear();
 
  private:

@@ -15,18 +15,11 @@ Fetcher::Fetcher(const Layout& layout, const Arrangement& arrangement, TaskEmitt
     : layout_(layout),
       arrangement_(arrangement),
       emitter_(emitter),
-      ring_(0, arrangement.weight_ring),
+      ring_(0, arrangement.word_places.empty() ? arrangement.weight_ring : arrangement.passing_ring),
       needed_ring_(arrangement.needed_begin(), arrangement.needed_ring),
       use_(layout),
       cache_(layout, arrangement),
-      owed_(layout.units().size(), Owed::nothing) {
-  std::uint64_t all = 0;
-  for (int unit = 0; unit < static_cast<int>(layout.units().size()); ++unit) {
-    places_.push_back(all);
-    if (!layout.on_demand(unit)) all += layout.unit_word_bytes(unit);
-  }
-  if (all > arrangement.weight_ring) places_.clear();
-}
+      owed_(layout.units().size(), Owed::nothing) {}
 
 bool Fetcher::fetch(Visit& visit, bool forced) {
   const StageShape& stage = layout_.stages()[visit.stage];
@@ -42,23 +35,26 @@ bool Fetcher::fetch(Visit& visit, bool forced) {
   visit.fresh_gradient.resize(first + units.size(), false);
   if (!on_demand && visit.pass == Pass::backward && !stage.backward_needs_weights) return true;
 
-  std::vector<int> missing;
-  for (const int unit : units) {
+  for (const int unit : units)
     if (owes(unit) && !updates_in_place(unit)) ring.invalidate(unit);
-    if (!ring.hold(unit)) missing.push_back(unit);
-  }
-  // With a place of its own, no unit that comes again takes another's.
-  const bool own_places = !on_demand && !places_.empty();
-  std::uint64_t begin = missing.empty() || own_places ? 0
-                        : on_demand                   ? allocate_needed(bytes_of(missing))
-                                                      : ring.allocate(bytes_of(missing));
+  // Units with a place of their own need no room.
+  const auto hold = [&] {
+    std::vector<int> passing;
+    for (const int unit : units)
+      if (!ring.hold(unit) && arrangement_.word_place(unit) == kNowhere) passing.push_back(unit);
+    return passing;
+  };
+  std::vector<int> passing = hold();
+  std::uint64_t begin = passing.empty() ? 0
+                        : on_demand     ? allocate_needed(bytes_of(passing))
+                                        : ring.allocate(bytes_of(passing));
   if (begin == kNowhere) {
     release(units);
     if (!forced) return false;
-    // What is cached stands in the way: give it up and fetch all of them into an empty ring.
+    // What is cached stands in the way: give it up and fetch all that pass into an empty ring.
     ring.clear();
-    missing = units;
-    begin = ring.allocate(bytes_of(missing));
+    passing = hold();
+    begin = ring.allocate(bytes_of(passing));
   }
   emitter_.serve(visit.pass, visit.stage);
   for (const int unit : units) {
@@ -66,7 +62,8 @@ bool Fetcher::fetch(Visit& visit, bool forced) {
     const bool there = at != kNowhere;
     if (there && !owes(unit)) continue;
     if (!there) {
-      at = own_places ? places_[unit] : std::exchange(begin, begin + layout_.unit_word_bytes(unit));
+      at = arrangement_.word_place(unit);
+      if (at == kNowhere) at = std::exchange(begin, begin + layout_.unit_word_bytes(unit));
       ring.add(unit, at, layout_.unit_word_bytes(unit));
     }
     const Slot slot = there ? Slot{} : slot_of(unit);

@@ -92,8 +92,7 @@ class Fetcher {
   UnitCache cache_;
   std::uint64_t leaving_ = 0;  // about the use of the most used units that leave the device
   SparseChunks sparse_;
-  std::vector<Owed> owed_;             // by unit
-  std::vector<std::uint64_t> places_;  // by unit, if the ring has room for all units but those on demand; else empty
+  std::vector<Owed> owed_;  // by unit
 };
 
 }  // namespace tierflow::swap

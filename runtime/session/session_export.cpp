@@ -232,6 +232,9 @@ std::string Session::describe() const {
     }
     return std::to_string(all == 0 ? 0 : kept * 100 / all) + "%";
   };
+  std::vector<bool> stays;  // on the device, by chunk
+  for (const swap::Chunk& chunk : impl.plan.layout->chunks())
+    stays.push_back(impl.plan.arrangement.word_place(chunk.unit) != swap::kNowhere);
   const int on_host = impl.plan.arrangement.inputs_that_leave();
   const auto keeping = impl.plan.arrangement.count(swap::Activations::keep);
   const auto swapping = impl.plan.arrangement.count(swap::Activations::swap);
@@ -240,6 +243,7 @@ std::string Session::describe() const {
       (impl.options.train ? std::string(", ") + precision_name(impl.options.precision) : "") +
       "; device: " + mib(impl.plan.arrangement.device_bytes()) + " of slots and " + mib(impl.plan.workspace) +
       " of workspace in " + mib(impl.options.device_memory) +
+      (impl.options.train ? "" : ", " + share(stays, false) + " of the weights stay there") +
       (keeping == 0 ? "" : ", " + std::to_string(keeping) + " layers' micro-batches keep their activations") +
       (swapping == 0 ? "" : ", " + std::to_string(swapping) + " swap theirs") +
       "; host: " + mib(impl.plan.host_bytes()) + " of " + mib(impl.options.host_memory) + ", in it " +

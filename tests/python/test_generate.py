@@ -73,6 +73,27 @@ def test_storage_budgets_and_engine_do_not_change_a_token(work):
     assert not [*work.glob("state/*")], "the storage folder is left empty"
 
 
+def test_weights_that_have_room_on_the_device_are_read_once(work):
+    (work / "config.json").write_text(json.dumps(config(hidden=128, layers=12)))
+    run(work, "init", "--config", "config.json", "--out", "model")
+    words = ["--prompt", "Once", "--max-new-tokens", "12", "--device", "cpu", "--host-memory", "1MiB", "--storage", "state"]
+    refused = run(work, "generate", "--model", "model", *words, "--device-memory", "1MiB", ok=False)
+    smallest = int(re.search(r"smallest that works is (\d+)KiB", the_error(refused.stderr))[1])
+    weights = os.path.getsize(work / "model" / "model.safetensors")
+    found, read = [], []
+    for more in 0, 2 * weights // 3:
+        done = run(work, "generate", "--model", "model", "--json", *words, "--device-memory", f"{smallest + more // 1024}KiB", "--log-json", "log.json")
+        stay = int(re.search(r"; device: .*, (\d+)% of the weights stay there; host: ", done.stderr)[1])
+        summary = json.loads((work / "log.json").read_text().splitlines()[-1])["generation"]
+        (work / "log.json").unlink()
+        assert (stay == 0) == (more == 0) and summary["passes"] == 12
+        found.append(json.loads(done.stdout)["tokens"])
+        read.append(summary["bytes_read"])
+        passing = (1 - stay / 100) * weights
+        assert read[-1] < weights + 11 * 1.1 * passing, stay
+    assert found[0] == found[1] and read[1] < 0.7 * read[0]
+
+
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_of_a_mixture_the_chosen_experts_are_read(family, work):
     saved(family, work / "model")

@@ -185,6 +185,64 @@ TEST(ArrangeDevice, AnEvaluationHasNoGradientsAndSavesNothing) {
   EXPECT_EQ(made.made.update_slots.count, 0);
 }
 
+// Each pass takes the same order: a ring that is too small would hold none of what comes next.
+TEST(ArrangeDevice, WordsStayWhereNothingIsTrained) {
+  ArrangeRequest request{.train = false};
+  const auto places = [&](std::uint64_t ring) {
+    const Arrangement made = device(ring + kWorkspace, request).made;
+    EXPECT_EQ(made.weight_ring, ring);
+    return std::pair(made.passing_ring / kKi, made.word_places);
+  };
+  const std::uint64_t none = kNowhere;
+  // A ring for the embedding's 128 Ki, and two blocks of at most 80 ahead; beside it one of the blocks.
+  EXPECT_EQ(places((128 + 160 + 72) * kKi - kSector), std::pair(356UL, std::vector(5, none)));
+  EXPECT_EQ(places((128 + 160 + 72) * kKi), std::pair(288UL, std::vector{none, none, none, 288 * kKi, none}));
+  // With the embedding's place the others need 96 Ki for the head, and two blocks.
+  EXPECT_EQ(places((128 + 96 + 160) * kKi), std::pair(256UL, std::vector{256 * kKi, none, none, none, none}));
+  const auto all = places(440 * kKi);
+  EXPECT_EQ(all, std::pair(0UL, std::vector{0 * kKi, 128 * kKi, 192 * kKi, 272 * kKi, 344 * kKi}));
+  request.train = true;
+  const Arrangement step = device(1 << 30, request).made;
+  EXPECT_EQ(step.weight_ring - step.passing_ring, 440 * kKi);
+  EXPECT_EQ(step.word_place(4), step.weight_ring - 96 * kKi);
+  const Arrangement less = device(kFixed + kCarries + (80 + 160 + 80 + 100) * kKi, request).made;
+  ASSERT_LT(less.weight_ring, 440 * kKi);
+  EXPECT_EQ(less.word_places, std::vector(5, none));
+}
+
+TEST(ArrangeDevice, WordsThatStayAreSpreadEvenly) {
+  std::vector<UnitShape> units;
+  std::vector<StageShape> stages;
+  for (int unit = 0; unit < 14; ++unit) {
+    const std::uint64_t kibi = unit == 0 || unit == 13 ? 40 : 64;
+    units.push_back({.name = "unit", .groups = {{.elements = kibi << 10, .state_bytes_element = 4, .precision = "a"}}});
+    stages.push_back({.units = {unit}, .carry_bytes = kSector});
+  }
+  const Layout shapes(units, stages, kChunkQuantum);
+  const auto staying = [&](std::uint64_t ring) {
+    Arrangement made;
+    made.deferred.assign(shapes.chunks().size(), false);
+    EXPECT_FALSE(arrange_device(shapes, {.device_budget = ring, .train = false}, made));
+    EXPECT_EQ(made.weight_ring, ring);
+    std::vector<int> stay;
+    std::uint64_t end = made.passing_ring;
+    for (int unit = 0; unit < 14; ++unit) {
+      if (made.word_place(unit) == kNowhere) continue;
+      EXPECT_EQ(made.word_place(unit), end);
+      end += shapes.unit_word_bytes(unit);
+      stay.push_back(unit);
+    }
+    EXPECT_EQ(end, ring);
+    return stay;
+  };
+  const std::uint64_t block = 128 * kKi, ends = 2 * 80 * kKi;
+  EXPECT_THAT(staying(3 * block), ElementsAre());
+  EXPECT_THAT(staying(3 * block + ends), ElementsAre(0, 13));
+  EXPECT_THAT(staying(5 * block + ends - kSector), ElementsAre(0, 12, 13));
+  EXPECT_THAT(staying(7 * block + ends), ElementsAre(0, 3, 6, 9, 12, 13));
+  EXPECT_THAT(staying(12 * block + ends - kSector), ElementsAre(0, 2, 3, 5, 6, 8, 9, 11, 12, 13));
+}
+
 TEST(ArrangeDevice, TiedGradientsAreHeldApartUnlessTheyAreSums) {
   ArrangeRequest request;
   const std::uint64_t weights = (96 + 128) * kKi;

@@ -117,8 +117,8 @@ TEST(Arrange, WithStorageTheFewestBuffersAreEnough) {
 TEST(Arrange, WhatIsAlwaysReadIsKeptBeforeWhatIsOnDemand) {
   const std::vector<UnitShape> units(8, {.name = "unit", .groups = {{.trainable = false, .elements = 64 << 10}}});
   const Layout layout(units, {{.units = {6}, .on_demand = {0, 1, 2, 3, 4, 5}}, {.units = {7}}}, kChunkQuantum);
-  ArrangeRequest request{.device_budget = 64 * kMiB, .train = false};
   constexpr std::uint64_t kUnit = 128 << 10;
+  ArrangeRequest request{.device_budget = 2 * kUnit, .train = false};
   std::vector<std::ptrdiff_t> always, on_demand;
   for (request.host_budget = kUnit; request.host_budget <= 7 * kUnit; request.host_budget += kUnit) {
     const Arrangement made = arrange(layout, request).value();
@@ -130,6 +130,12 @@ TEST(Arrange, WhatIsAlwaysReadIsKeptBeforeWhatIsOnDemand) {
   }
   EXPECT_THAT(always, ::testing::ElementsAre(0, 1, 1, 2, 2, 2, 2));
   EXPECT_THAT(on_demand, ::testing::ElementsAre(0, 0, 0, 0, 0, 1, 1));
+  // What stays on the device needs no RAM.
+  request.device_budget = 4 * kUnit;
+  request.host_budget = 3 * kUnit;
+  const Arrangement made = arrange(layout, request).value();
+  EXPECT_EQ(std::ranges::count(made.hi_resident, true), 0);
+  EXPECT_EQ(made.cached_units, 1);
 }
 
 // Adapters beside a frozen base: what is trained has its place in RAM before any of the base has one.

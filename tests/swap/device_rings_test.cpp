@@ -55,6 +55,19 @@ TEST(WeightRing, WhatIsHeldStaysWhereItIs) {
   EXPECT_EQ(ring.allocate(10), 0U);
 }
 
+TEST(WeightRing, WhatHasAPlaceBehindItStays) {
+  WeightRing ring(0, 100);
+  ring.add(1, 100, 50);
+  ring.release(1);
+  EXPECT_EQ(ring.allocate(101), kNowhere);
+  EXPECT_EQ(ring.allocate(100), 0U);
+  ring.clear();
+  EXPECT_EQ(ring.find(1), 100U);
+  EXPECT_TRUE(ring.hold(1));
+  ring.invalidate(1);
+  EXPECT_EQ(ring.find(1), kNowhere);
+}
+
 // Regions that touch do not overlap.
 TEST(WeightRing, ANeighbourIsNotInTheWay) {
   WeightRing ring(0, 100);

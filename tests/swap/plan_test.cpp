@@ -235,6 +235,41 @@ TEST(Planner, AnExpectedEvaluationIsFetchedWhileTheLastOneEnds) {
   EXPECT_EQ(moved, moved_alone) << "nothing is fetched twice";
 }
 
+// Where nothing is trained, what has room on the device comes once, and what has not comes in each pass.
+TEST(Planner, EvaluationsMoveWhatDoesNotStay) {
+  std::vector<UnitShape> units;
+  std::vector<StageShape> stages;
+  for (int unit = 0; unit < 12; ++unit) {
+    units.push_back({.name = "unit", .groups = {{.elements = 80 * 1024, .state_bytes_element = 4, .precision = "a"}}});
+    stages.push_back({.units = {unit}, .carry_bytes = unit == 0 ? 0 : kSector});
+  }
+  stages.back().units.push_back(0);  // tied
+  const Layout layout(units, stages, kChunkQuantum);
+  const std::uint64_t words = layout.unit_word_bytes(0);
+  for (const std::uint64_t host : {std::uint64_t{1} << 20, 13 * words}) {
+    const Arrangement made =
+        arrange(layout, {.host_budget = host, .device_budget = 9 * words, .micro_batches = 1, .train = false}).value();
+    std::uint64_t passing = 0;
+    for (const Chunk& chunk : layout.chunks()) {
+      const bool stays = made.word_place(chunk.unit) != kNowhere;
+      passing += stays ? 0 : chunk.word_bytes();
+      EXPECT_FALSE(host == 1 << 20 && stays && made.hi_resident[chunk.id]) << "it is read once";
+    }
+    ASSERT_EQ(passing, 6 * words);  // beside a ring of three, six stay
+    Planner planner(layout, made);
+    PlanChecker checker(layout, made);
+    for (int pass = 0; pass < 4; ++pass) {
+      const Plan plan = planner.evaluate(1);
+      ASSERT_EQ(checker.evaluate(plan).message(), "");
+      std::uint64_t moved = 0;
+      for (const Task& task : plan.tasks)
+        if (task.kind == TaskKind::upload_hi) moved += layout.chunks()[task.chunk].word_bytes();
+      EXPECT_LE(moved, pass == 0 ? 12 * words : passing);
+      EXPECT_GE(moved, pass == 0 ? 12 * words : passing - 3 * words);  // the ring still holds what came last
+    }
+  }
+}
+
 // What the backward takes next waits on its lane for nothing that is needed later.
 TEST(Planner, SavedActivationsComeAheadOfOtherWeightsAndUpdates) {
   int followed = 0;
