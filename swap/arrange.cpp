@@ -148,13 +148,17 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   // the rest of the state read and written once. Frozen words come last: they are read twice, and a drive that only
   // reads does not wear.
   // Units on demand and sparse chunks come behind all others: they are read only when they are needed. Words that stay
-  // on the device, and are not trained, are read once.
-  bool on_demand = false;
+  // on the device, and are not trained, come last: they are read once.
+  enum class Turn : std::uint8_t { always_read, on_demand, read_once };
+  Turn turn = Turn::always_read;
+  const auto turn_of = [&](const Chunk& chunk) {
+    if (layout.on_demand(chunk.unit) || chunk.sparse) return Turn::on_demand;
+    return !request.train && result.word_place(chunk.unit) != kNowhere ? Turn::read_once : Turn::always_read;
+  };
   const auto keep = [&](std::vector<bool>& resident, bool trainable, auto bytes_of) {
     for (std::size_t id = 0; id < chunks; ++id) {
       const Chunk& chunk = layout.chunks()[id];
-      if ((layout.on_demand(chunk.unit) || chunk.sparse) != on_demand) continue;
-      if (!request.train && result.word_place(chunk.unit) != kNowhere) continue;
+      if (turn_of(chunk) != turn) continue;
       const std::uint64_t bytes = chunk.trainable == trainable ? bytes_of(chunk) : 0;
       if (bytes == 0 || bytes > host_left) continue;
       resident[id] = true;
@@ -164,9 +168,17 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
   const auto words = [](const Chunk& chunk) { return chunk.word_bytes(); };
   // But where nothing is trained, units on demand share slots: those that are used most have them.
   const bool in_slots = !request.train && !layout.on_demand_bytes().empty();
-  for (const bool these : {false, true}) {
-    on_demand = these;
-    if (on_demand && in_slots) break;
+  for (const Turn next : {Turn::always_read, Turn::on_demand, Turn::read_once}) {
+    turn = next;
+    if (turn == Turn::on_demand && in_slots) {
+      result.cached_units = 1;
+      const std::uint64_t slot = result.cached_bytes(layout);
+      std::uint64_t all = 0;
+      for (int unit = 0; unit < static_cast<int>(layout.units().size()); ++unit) all += layout.on_demand(unit) ? 1 : 0;
+      result.cached_units = static_cast<int>(std::min(host_left / slot, all));
+      host_left -= static_cast<std::uint64_t>(result.cached_units) * slot;
+      continue;
+    }
     keep(result.hi_resident, true, words);
     keep(result.gradient_resident, true, [&](const Chunk& chunk) {
       return result.deferred[chunk.id] && !on_device(ExtentKind::gradient, chunk) ? chunk.word_bytes() : 0;
@@ -176,13 +188,6 @@ io::Result<Arrangement> arrange(const Layout& layout, const ArrangeRequest& requ
       keep(result.state_resident, true,
            [&](const Chunk& chunk) { return on_device(ExtentKind::state, chunk) ? 0 : chunk.state_bytes; });
     keep(result.hi_resident, false, words);
-  }
-  if (in_slots) {
-    result.cached_units = 1;
-    const std::uint64_t slot = result.cached_bytes(layout);
-    std::uint64_t all = 0;
-    for (int unit = 0; unit < static_cast<int>(layout.units().size()); ++unit) all += layout.on_demand(unit) ? 1 : 0;
-    result.cached_units = static_cast<int>(std::min(host_left / slot, all));
   }
   return result;
 }

@@ -270,7 +270,8 @@ io::Error arrange_device(const Layout& layout, const ArrangeRequest& request, Ar
   const std::uint64_t smallest = fixed + std::min(slots, needs.carries);
   if (request.device_budget < smallest)
     return too_small("--device-memory", request.device_budget, smallest,
-                     "a smaller --micro-batch or --sequence-length needs less");
+                     std::string(request.micro_batches > 1 ? "fewer --micro-batches, or " : "") +
+                         "a smaller --micro-batch or --sequence-length needs less");
   std::uint64_t left = request.device_budget - fixed;
   result.on_device = chunks_on_device(layout, result.deferred, request.train ? request.device_update_share : 0.0);
   const UpdateSlots updates = update_slots(layout, result, request.update_scratch);

@@ -92,7 +92,8 @@ TEST(ArrangeDevice, ABudgetBelowTheSmallestIsRefusedWithThatOne) {
   const std::uint64_t smallest = kFixed + 2 * kSlot;
   const io::Error error = device(smallest - 1).error;
   EXPECT_EQ(error.kind, io::ErrorKind::usage);
-  EXPECT_THAT(error.detail, AllOf(HasSubstr("--device-memory"), HasSubstr("401KiB; "), HasSubstr("--micro-batch")));
+  EXPECT_THAT(error.detail, AllOf(HasSubstr("--device-memory"), HasSubstr("401KiB; "),
+                                  HasSubstr("fewer --micro-batches, or a smaller --micro-batch or --seq")));
   const Arrangement made = device(smallest).made;
   EXPECT_FALSE(device(smallest).error);
   EXPECT_EQ(made.weight_ring, 128 * kKi);

@@ -138,6 +138,27 @@ TEST(Arrange, WhatIsAlwaysReadIsKeptBeforeWhatIsOnDemand) {
   EXPECT_EQ(made.cached_units, 1);
 }
 
+// What stays on the device is read once.
+TEST(Arrange, WhatStaysOnTheDeviceHasTheRamThatIsLeft) {
+  constexpr std::uint64_t kUnit = 128 << 10;
+  const std::vector<UnitShape> units(40, {.name = "unit", .groups = {{.trainable = false, .elements = 64 << 10}}});
+  std::vector<StageShape> stages;
+  for (int unit = 0; unit < 40; ++unit) stages.push_back({.units = {unit}});
+  const Layout layout(units, stages, kChunkQuantum);
+  ArrangeRequest request{.device_budget = 24 * kUnit, .train = false};
+  std::vector<int> with_all_others;
+  for (request.host_budget = 2 * kUnit; request.host_budget < 40 * kUnit; request.host_budget += kUnit) {
+    const Arrangement made = arrange(layout, request).value();
+    EXPECT_LE(made.host_bytes(layout), request.host_budget);
+    int others = 0, staying = 0;
+    for (int unit = 0; unit < 40; ++unit)
+      (made.word_place(unit) == kNowhere ? others : staying) += made.hi_resident[unit] ? 1 : 0;
+    EXPECT_TRUE(staying == 0 || others == 19) << others;
+    if (others == 19) with_all_others.push_back(staying);
+  }
+  EXPECT_THAT(with_all_others, ::testing::ElementsAre(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12));
+}
+
 // Adapters beside a frozen base: what is trained has its place in RAM before any of the base has one.
 TEST(Arrange, WhatIsTrainedIsKeptBeforeWhatIsFrozen) {
   std::vector<UnitShape> units;
