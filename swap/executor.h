@@ -42,7 +42,8 @@ class UpdateWork {
   // gradient: chunk.elements bf16. Called once for each chunk and step if gradients are staged.
   virtual io::Error measure(const Chunk& chunk, std::span<const std::byte> gradient) = 0;
   // Where the chunk's gradient, which is computed now, consists of zeros: ranges in their order, none touching another.
-  // They are not moved; measure() and update() find zeros there. Called by the download lane, on its own thread.
+  // They are not moved; measure() and update() find zeros there. Called by the download lane, on its own thread. Not
+  // for gradients of several visits that add up (ArrangeRequest::sums): none are known there.
   virtual std::vector<ElementRange> zero_gradient(const Chunk& /*chunk*/) const { return {}; }
   // words: chunk.elements hi words, state: chunk.state_bytes; both are updated in place.
   virtual io::Error update(const Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,

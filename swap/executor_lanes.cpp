@@ -199,7 +199,9 @@ void Executor::Impl::start_gradient(StreamId stream, Node& at) {
   const std::uint64_t elements = task.bytes / swap::word_bytes(1);
   const std::vector<ElementRange> zeros = at.work->zero_gradient(layout.chunks()[task.chunk]);
   for (const ElementRange& range : zeros) at.left_out += swap::word_bytes(range.end - range.begin);
-  zero_gradient[task.chunk] = at.left_out == task.bytes;
+  // Where gradients add up, no client knows zeros, and other lanes may look here now.
+  if (const bool all = at.left_out == task.bytes; all != static_cast<bool>(zero_gradient[task.chunk]))
+    zero_gradient[task.chunk] = all;
   if (at.left_out < task.bytes && rounds_first(task)) {
     round_first(at);
     device.wait(stream, device.record(StreamId::round));
