@@ -197,7 +197,6 @@ void place_words(const Layout& layout, bool train, std::uint64_t all_weights, Ar
   std::uint64_t end = result.weight_ring;
   for (int unit = units; unit-- > 0;)
     if (stays[unit]) result.word_places[unit] = end -= layout.unit_word_bytes(unit);
-  result.passing_ring = end;
 }
 
 // Bytes of the largest gradient that leaves the device: not of those that are used up there.

@@ -1,5 +1,6 @@
 #pragma once
 // The arrangement: where everything lives and how many buffers there are. Budgets decide it, and it changes no result.
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -59,10 +60,9 @@ struct Arrangement {
   int cached_units = 0;  // so many units on demand have a place in RAM at a time; the visits decide which
   // Bytes of the device arena, in this order; the last two are those of units on demand.
   std::uint64_t weight_ring = 0, gradient_ring = 0, held_gradients = 0, needed_ring = 0, needed_gradients = 0;
-  // By unit: where in the weight ring its words stay once they have come, or kNowhere: they pass through the first
-  // `passing_ring` bytes of it, and stay until their room is needed. Empty: all units pass.
+  // By unit: where in the weight ring its words stay once they have come, or kNowhere: they pass through what is before
+  // all these places, and stay until their room is needed. Empty: all units pass.
   std::vector<std::uint64_t> word_places;
-  std::uint64_t passing_ring = 0;  // all of the weight ring if no unit has a place
   // The items of a stage follow one another, in the order of its computations.
   std::vector<Item> items;
   int slots = 0;  // of the device; what leaves it for an item passes through them
@@ -107,6 +107,12 @@ struct Arrangement {
   std::uint64_t device_place(ExtentKind kind, int chunk) const;
   // Where the unit's words stay on the device once they have come, or kNowhere.
   std::uint64_t word_place(int unit) const { return word_places.empty() ? kNowhere : word_places[unit]; }
+  // Bytes at the beginning of the weight ring through which the units without a place pass.
+  std::uint64_t passing_ring() const {
+    std::uint64_t bytes = weight_ring;
+    for (const std::uint64_t place : word_places) bytes = std::min(bytes, place);
+    return bytes;
+  }
   // Whether the chunk's extent has a place in RAM or on the device for the whole run. All others are on storage.
   bool stays(ExtentKind kind, int chunk) const {
     return resident(kind, chunk) || device_place(kind, chunk) != kNowhere;

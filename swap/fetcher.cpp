@@ -15,7 +15,7 @@ Fetcher::Fetcher(const Layout& layout, const Arrangement& arrangement, TaskEmitt
     : layout_(layout),
       arrangement_(arrangement),
       emitter_(emitter),
-      ring_(0, arrangement.word_places.empty() ? arrangement.weight_ring : arrangement.passing_ring),
+      ring_(0, arrangement.passing_ring()),
       needed_ring_(arrangement.needed_begin(), arrangement.needed_ring),
       use_(layout),
       cache_(layout, arrangement),

@@ -192,7 +192,7 @@ TEST(ArrangeDevice, WordsStayWhereNothingIsTrained) {
   const auto places = [&](std::uint64_t ring) {
     const Arrangement made = device(ring + kWorkspace, request).made;
     EXPECT_EQ(made.weight_ring, ring);
-    return std::pair(made.passing_ring / kKi, made.word_places);
+    return std::pair(made.passing_ring() / kKi, made.word_places);
   };
   const std::uint64_t none = kNowhere;
   // A ring for the embedding's 128 Ki, and two blocks of at most 80 ahead; beside it one of the blocks.
@@ -204,7 +204,7 @@ TEST(ArrangeDevice, WordsStayWhereNothingIsTrained) {
   EXPECT_EQ(all, std::pair(0UL, std::vector{0 * kKi, 128 * kKi, 192 * kKi, 272 * kKi, 344 * kKi}));
   request.train = true;
   const Arrangement step = device(1 << 30, request).made;
-  EXPECT_EQ(step.weight_ring - step.passing_ring, 440 * kKi);
+  EXPECT_EQ(step.weight_ring - step.passing_ring(), 440 * kKi);
   EXPECT_EQ(step.word_place(4), step.weight_ring - 96 * kKi);
   const Arrangement less = device(kFixed + kCarries + (80 + 160 + 80 + 100) * kKi, request).made;
   ASSERT_LT(less.weight_ring, 440 * kKi);
@@ -226,7 +226,7 @@ TEST(ArrangeDevice, WordsThatStayAreSpreadEvenly) {
     EXPECT_FALSE(arrange_device(shapes, {.device_budget = ring, .train = false}, made));
     EXPECT_EQ(made.weight_ring, ring);
     std::vector<int> stay;
-    std::uint64_t end = made.passing_ring;
+    std::uint64_t end = made.passing_ring();
     for (int unit = 0; unit < 14; ++unit) {
       if (made.word_place(unit) == kNowhere) continue;
       EXPECT_EQ(made.word_place(unit), end);

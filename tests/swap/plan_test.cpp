@@ -56,6 +56,17 @@ Shapes random_shapes(std::minstd_rand& random) {
   return shapes;
 }
 
+// A stage for each.
+Shapes equal_units(int count) {
+  Shapes shapes;
+  for (int unit = 0; unit < count; ++unit) {
+    shapes.units.push_back(
+        {.name = "unit", .groups = {{.elements = 80 * 1024, .state_bytes_element = 4, .precision = "a"}}});
+    shapes.stages.push_back({.units = {unit}, .carry_bytes = unit == 0 ? 0 : kSector});
+  }
+  return shapes;
+}
+
 struct Planned {
   std::unique_ptr<Layout> layout;
   Arrangement arrangement;
@@ -194,13 +205,8 @@ TEST(PlanChecker, ProvesThousandsOfRandomPlans) {
 
 // Generation passes over the same weights again and again: the links must not rest while a pass ends.
 TEST(Planner, AnExpectedEvaluationIsFetchedWhileTheLastOneEnds) {
-  std::vector<UnitShape> units;
-  std::vector<StageShape> stages;
-  for (int unit = 0; unit < 6; ++unit) {
-    units.push_back({.name = "unit", .groups = {{.elements = 80 * 1024, .state_bytes_element = 4, .precision = "a"}}});
-    stages.push_back({.units = {unit}, .carry_bytes = unit == 0 ? 0 : kSector});
-  }
-  const Layout layout(units, stages, kChunkQuantum);
+  const Shapes shapes = equal_units(6);
+  const Layout layout(shapes.units, shapes.stages, kChunkQuantum);
   const Arrangement arrangement =
       arrange(layout, {.host_budget = 512 << 10, .device_budget = 800 << 10, .micro_batches = 1}).value();
   ASSERT_LT(arrangement.weight_ring, 4 * layout.unit_word_bytes(0)) << "some of the weights must move in each pass";
@@ -237,14 +243,9 @@ TEST(Planner, AnExpectedEvaluationIsFetchedWhileTheLastOneEnds) {
 
 // Where nothing is trained, what has room on the device comes once, and what has not comes in each pass.
 TEST(Planner, EvaluationsMoveWhatDoesNotStay) {
-  std::vector<UnitShape> units;
-  std::vector<StageShape> stages;
-  for (int unit = 0; unit < 12; ++unit) {
-    units.push_back({.name = "unit", .groups = {{.elements = 80 * 1024, .state_bytes_element = 4, .precision = "a"}}});
-    stages.push_back({.units = {unit}, .carry_bytes = unit == 0 ? 0 : kSector});
-  }
-  stages.back().units.push_back(0);  // tied
-  const Layout layout(units, stages, kChunkQuantum);
+  Shapes shapes = equal_units(12);
+  shapes.stages.back().units.push_back(0);  // tied
+  const Layout layout(shapes.units, shapes.stages, kChunkQuantum);
   const std::uint64_t words = layout.unit_word_bytes(0);
   for (const std::uint64_t host : {std::uint64_t{1} << 20, 13 * words}) {
     const Arrangement made =
