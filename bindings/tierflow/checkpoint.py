@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from . import _native
+from .folders import save_over, standing, written_to
 from .model import engine_of
 from .optim import AdamW
 from .parameter import StreamedParameter
@@ -29,28 +29,19 @@ def save_checkpoint(model: nn.Module, opt: AdamW, folder: str | os.PathLike) -> 
     and the states of the random numbers of torch, numpy and Python. Call it between two steps.
 
     Frozen streamed weights are not in the checkpoint: they come from the folder that the model was loaded from. Only ordinary tensors take RAM. An older checkpoint in
-    `folder` is replaced when the new one is complete on the drive. Schedulers and data loaders have state_dict()s of their own.
+    `folder` is replaced when the new one is complete on the drive; other files in it stay. Schedulers and data loaders have state_dict()s of their own.
+    Raises EnvironmentError if there is no room or no right to write, StorageError if the drive failed; the older checkpoint is as it was then.
     """
-    engine, target = engine_of(model), Path(folder)
-    partial, old = target.with_name(target.name + ".partial"), target.with_name(target.name + ".old")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    engine = engine_of(model)
+
+    def write(partial: Path) -> None:
         engine.native.save_state(str(partial / _STREAMED))
         tensors, record = state_of(model, opt)
         save_file(tensors, partial / _OTHERS)
         (partial / _RECORD).write_text(json.dumps({"format": _FORMAT, **record}, indent=1), encoding="utf-8")
-        for name in (_OTHERS, _RECORD, "."):
-            _flush(partial / name)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if target.exists():  # where it is not, the machine stopped between two renames, and what can be loaded is `old`
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-    partial.rename(target)
-    _flush(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+
+    with written_to(folder):
+        save_over(folder, (_STREAMED, _OTHERS, _RECORD), write)
 
 
 def load_checkpoint(model: nn.Module, opt: AdamW, folder: str | os.PathLike) -> None:
@@ -58,11 +49,9 @@ def load_checkpoint(model: nn.Module, opt: AdamW, folder: str | os.PathLike) -> 
 
     Raises InputError if the checkpoint belongs to another model, optimizer or precision; nothing has changed then.
     """
-    engine, target = engine_of(model), Path(folder)
+    engine, target = engine_of(model), standing(folder)
     if engine.durable and (engine.journal is None or engine.journal.step):
         raise _native.UsageError("a durable model goes on with its own state: load a checkpoint where tierflow.resume(model, opt) says 0, after it")
-    if not target.exists() and (old := target.with_name(target.name + ".old")).exists():
-        target = old  # the machine stopped between two renames
     if not (target / _RECORD).is_file():
         raise _native.InputError(f"{target}: no {_RECORD} there: not a checkpoint of tierflow.save_checkpoint()")
     try:
@@ -181,33 +170,3 @@ def groups_of(model: nn.Module, opt: AdamW) -> list[dict[str, Any]]:
         plain = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items() if key != "params"}
         made.append({**plain, "params": [names[id(p)] for p in group["params"]]})
     return made
-
-
-def expect_empty(folder: Path) -> None:
-    """Raises UsageError where something lies there; it need not be there yet."""
-    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-        raise _native.UsageError(f"{folder}: --out exists and is not an empty folder")
-
-
-def save_whole(folder: str, write: Callable[[str], Any]) -> None:
-    """A folder that gets its name when what `write` puts there is durable. It is not there yet, or empty."""
-    target, partial = Path(folder), Path(f"{folder}.partial")
-    expect_empty(target)
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        write(str(partial))
-        for path in [*partial.iterdir(), partial]:
-            _flush(path)
-        partial.rename(target)
-        _flush(target.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -19,6 +19,7 @@ from . import _native
 from .budget import UNCONVERTED, Budget, Plan, parse_size
 from .copies import let_copy
 from .engine import Engine
+from .folders import written_to
 from .fused import say_what_is_fused
 from .isolation import watch
 from .keys import saved_as
@@ -221,7 +222,8 @@ def _write(module: nn.Module, folder: str | os.PathLike, max_shard_size: int | s
     for value, own in ordinary:
         pieces = value.detach().flatten().split([math.prod(shape) for _, shape in own])
         extra += [(new, piece.view(shape), piece.clone) for (new, shape), piece in zip(own, pieces, strict=True)]
-    os.makedirs(folder, exist_ok=True)
+    with written_to(folder):
+        os.makedirs(folder, exist_ok=True)
     if broken := engine.native.save(os.fspath(folder), streamed, extra, parse_size(max_shard_size)):
         log.warning("the values of %s are not all finite: what was saved in %s is of no use", broken, folder)
 
@@ -308,9 +310,9 @@ def _fit_transformers(module: Any) -> None:
         if ignored.get("push_to_hub") or ignored.get("variant"):
             raise _native.UsageError("a streamed model's save_pretrained() has neither push_to_hub nor variant: upload the folder that it writes")
         expect_no_adapter(self)
-        os.makedirs(save_directory, exist_ok=True)
         _write(self, save_directory, max_shard_size, lambda state: saved_as(self, state))
-        write_configs(self, save_directory, self.config)
+        with written_to(save_directory):
+            write_configs(self, save_directory, self.config)
 
     watch(module)
     tie = module.tie_weights

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from . import _native
-from .checkpoint import expect_empty, save_whole
 from .engine import Engine
+from .folders import expect_empty, save_whole
 
 log = logging.getLogger("tierflow")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import numbers
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -35,6 +37,20 @@ def _refuse_others(optimizer: Any, args: Any, kwargs: Any) -> None:
 register_optimizer_step_pre_hook(_refuse_others)
 
 
+def _check_group(group: dict[str, Any]) -> None:
+    """Raises UsageError that names the value which AdamW cannot take."""
+    for name in ("lr", "eps", "weight_decay"):
+        if not _is_number(group[name]) or not 0 <= group[name] < math.inf:
+            raise _native.UsageError(f"AdamW({name}={group[name]!r}): {name} is a number, at least 0")
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
+        raise _native.UsageError(f"AdamW(betas={betas!r}): betas are two numbers, each at least 0 and less than 1")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
 class AdamW(torch.optim.Optimizer):
     """AdamW (decoupled weight decay) over streamed parameters, and over ordinary ones such as LoRA adapters.
 
@@ -53,11 +69,14 @@ class AdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):  # a NaN is none of it
-            raise ValueError("AdamW: lr, eps and weight_decay are at least 0, betas at least 0 and less than 1")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         _made.add(self)
         self.journal: Any = None  # what commits the steps of a durable model
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch. Raises UsageError if the group, with the defaults for what it leaves out, has a value that AdamW cannot take; it is not added then."""
+        _check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
 
     def trains(self, engine: Engine) -> set[tuple[int, int]]:
         """The streamed tensors of a model that this optimizer has."""

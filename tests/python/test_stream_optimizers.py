@@ -66,6 +66,29 @@ def test_a_group_that_is_added_trains(batch, model):
     assert {name for name, master in masters(model).items() if not torch.equal(master, before[name])} == {UP, "lm_head.weight"}
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"lr": -1e-5}, r"AdamW\(lr=-1e-05\): lr is a number, at least 0"),
+        ({"lr": float("nan")}, r"lr=nan"),
+        ({"lr": float("inf")}, r"lr=inf"),
+        ({"lr": "1e-5"}, r"lr='1e-5'"),
+        ({"eps": -1}, r"eps=-1"),
+        ({"weight_decay": None}, r"weight_decay=None"),
+        ({"betas": (0.9,)}, r"betas=\(0.9,\)\): betas are two numbers"),
+        ({"betas": (0.9, 1)}, r"betas=\(0.9, 1\)"),
+        ({"betas": 0.9}, r"betas=0.9"),
+    ],
+)
+def test_values_that_adamw_cannot_take_are_named(given, named, model):
+    with pytest.raises(tierflow.UsageError, match=named):
+        tierflow.optim.AdamW(model.parameters(), **given)
+    opt = tierflow.optim.AdamW([model.get_parameter(UP)], lr=torch.tensor(LR), betas=[0.9, 0.99])
+    with pytest.raises(tierflow.UsageError, match=named):
+        opt.add_param_group({"params": [model.lm_head.weight], **given})
+    assert len(opt.param_groups) == 1
+
+
 @pytest.mark.parametrize("made", [lambda p: torch.optim.AdamW(p, lr=LR), lambda p: torch.optim.SGD(p, lr=LR), lambda p: torch.optim.Adam(p, foreach=True)])
 def test_optimizers_of_others_say_which_to_take(made, batch, model):
     before = masters(model)

@@ -144,7 +144,7 @@ def test_saving_is_between_steps_and_all_or_nothing(saved, monkeypatch):
     opt.step()
     opt.zero_grad()
     monkeypatch.setattr("tierflow.checkpoint.save_file", lambda *_: (_ for _ in ()).throw(OSError("full")))
-    with pytest.raises(OSError, match="full"):
+    with pytest.raises(tierflow.EnvironmentError, match="checkpoint: cannot be written: full"):
         tierflow.save_checkpoint(model, opt, folder)
     assert json.loads((folder / "checkpoint.json").read_text()) == before and [p.name for p in folder.parent.iterdir()] == ["checkpoint"]
     monkeypatch.undo()
@@ -153,6 +153,58 @@ def test_saving_is_between_steps_and_all_or_nothing(saved, monkeypatch):
     tierflow.save_checkpoint(model, opt, folder)
     assert json.loads((folder / "checkpoint.json").read_text())["steps"] == before["steps"]
     assert [p.name for p in folder.parent.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize("crash", range(4))
+def test_other_files_in_the_folder_stay(crash, saved, monkeypatch):
+    """Also where the machine stops at one of the renames: at the next checkpoint they are back."""
+    model, opt, folder = saved
+    (folder / "final").mkdir()
+    for name in ("final/weights", "scheduler.pt"):
+        (folder / name).write_text(name)
+    left, rename = crash, pathlib.Path.rename
+
+    def crashing(path, target):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise Crash
+        return rename(path, target)
+
+    monkeypatch.setattr(pathlib.Path, "rename", crashing)
+    with contextlib.suppress(Crash):
+        tierflow.save_checkpoint(model, opt, folder)
+    monkeypatch.undo()
+    tierflow.load_checkpoint(model, opt, folder)
+    if crash:
+        tierflow.save_checkpoint(model, opt, folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint.json", "final", "others.safetensors", "scheduler.pt", "streamed.safetensors"]
+    assert all((folder / name).read_text() == name for name in ("final/weights", "scheduler.pt"))
+    assert [path.name for path in folder.parent.iterdir()] == ["checkpoint"]
+
+
+def test_a_folder_behind_a_link_is_replaced_where_it_lies(saved, tmp_path):
+    model, opt, _ = saved
+    (tmp_path / "drive").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "drive")
+    for _ in range(3):
+        tierflow.save_checkpoint(model, opt, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "drive/checkpoint.json").is_file()
+    tierflow.load_checkpoint(model, opt, tmp_path / "link")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "drive", "link"]
+
+
+def test_what_cannot_be_written_to_is_named(saved, tmp_path):
+    model, opt, folder = saved
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(tierflow.UsageError, match="file is a file: name a folder"):
+        tierflow.save_checkpoint(model, opt, tmp_path / "file")
+    with pytest.raises(tierflow.EnvironmentError, match="file/below: cannot be written: .*Not a directory"):
+        tierflow.save_checkpoint(model, opt, tmp_path / "file/below")
+    for save in (lambda to: tierflow.save(model, to), model.save_pretrained):
+        with pytest.raises(tierflow.EnvironmentError, match="file: cannot be written: .*exists"):
+            save(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine" and sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "file"]
 
 
 class Crash(BaseException):
@@ -180,9 +232,9 @@ def test_a_folder_loads_through_two_crashes_in_a_row(first, saved, monkeypatch, 
     rmtree = shutil.rmtree
     for second in range(1, 6):
         shutil.copytree(folder, folder.with_name("copy"))
-        monkeypatch.setattr("tierflow.checkpoint._flush", lambda path: None)
+        monkeypatch.setattr("tierflow.folders._flush", lambda path: None)
         monkeypatch.setattr(pathlib.Path, "rename", crashing(pathlib.Path.rename))
-        monkeypatch.setattr("tierflow.checkpoint.shutil.rmtree", crashing(rmtree))
+        monkeypatch.setattr("tierflow.folders.shutil.rmtree", crashing(rmtree))
         for crash in (first, second):
             left = crash
             with contextlib.suppress(Crash):
