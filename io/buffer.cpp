@@ -1,6 +1,9 @@
 #include "io/buffer.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdint>
 
 namespace tierflow::io {
 namespace {
@@ -11,15 +14,32 @@ void unmap(std::byte* data, std::size_t size, void*) noexcept {
   munmap(data, size);
 }
 
+// In a child the addresses may belong to something else by now.
+void unmap_in_owner(std::byte* data, std::size_t size, void* owner) noexcept {
+  if (reinterpret_cast<std::intptr_t>(owner) == getpid()) munmap(data, size);
+}
+
+void* map(std::size_t bytes) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (data == MAP_FAILED) return nullptr;
+  // Pinning is paid by the page; where the system has no huge pages this does nothing.
+  if (bytes >= 4 * kHugePage) madvise(data, bytes, MADV_HUGEPAGE);
+  return data;
+}
+
 }  // namespace
 
 Buffer allocate_buffer(std::size_t bytes) {
-  if (bytes == 0) return {};
-  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (data == MAP_FAILED) return {};
-  // Pinning is paid by the page; where the system has no huge pages this does nothing.
-  if (bytes >= 4 * kHugePage) madvise(data, bytes, MADV_HUGEPAGE);
-  return Buffer(static_cast<std::byte*>(data), bytes, unmap, nullptr);
+  void* data = bytes == 0 ? nullptr : map(bytes);
+  return data == nullptr ? Buffer() : Buffer(static_cast<std::byte*>(data), bytes, unmap, nullptr);
+}
+
+Buffer allocate_buffer_of_this_process(std::size_t bytes) {
+  void* data = bytes == 0 ? nullptr : map(bytes);
+  if (data == nullptr) return {};
+  madvise(data, bytes, MADV_DONTFORK);
+  return Buffer(static_cast<std::byte*>(data), bytes, unmap_in_owner,
+                reinterpret_cast<void*>(static_cast<std::intptr_t>(getpid())));
 }
 
 std::vector<Buffer> allocate_buffers(std::size_t count, std::size_t bytes) {

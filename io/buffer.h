@@ -54,6 +54,11 @@ class Buffer {
 // Page-aligned memory of its own (mmap), zeroed, freed with the Buffer; empty if the system refuses.
 Buffer allocate_buffer(std::size_t bytes);
 
+// The same, and a process that fork() makes does not get it: to write there is an error in the child, and destroying
+// its copy of the Buffer does nothing. fork() would copy every page that a device has pinned, and where the system does
+// not know of the device, the parent's next write would go to another page than the device reads.
+Buffer allocate_buffer_of_this_process(std::size_t bytes);
+
 // `count` Buffers of `bytes` each, page-aligned parts of one allocation: the kernel can give it huge pages, from which
 // a drive reads several times as fast as from small ones. Empty where the system refuses.
 std::vector<Buffer> allocate_buffers(std::size_t count, std::size_t bytes);

@@ -32,12 +32,13 @@ __device__ std::uint16_t bf16_nearest_even(float value) {
 }
 
 // Eight elements a thread and turn: 32 bytes read on the device, 16 bytes written, over the bus where `to` is mapped
-// host memory.
+// host memory. A part of a gradient may begin at any element.
 __global__ void gradient_to_bf16(std::uint16_t* to, const float* from, std::size_t elements) {
   const std::size_t stride = std::size_t{8} * gridDim.x * blockDim.x;
+  const bool aligned = ((reinterpret_cast<std::uintptr_t>(to) | reinterpret_cast<std::uintptr_t>(from)) & 15U) == 0;
   for (std::size_t first = 8 * (std::size_t{blockIdx.x} * blockDim.x + threadIdx.x); first < elements;
        first += stride) {
-    if (first + 8 <= elements) {
+    if (aligned && first + 8 <= elements) {
       const float4 a = *reinterpret_cast<const float4*>(from + first),
                    b = *reinterpret_cast<const float4*>(from + first + 4);
       const auto pair = [](float low, float high) {
@@ -46,7 +47,7 @@ __global__ void gradient_to_bf16(std::uint16_t* to, const float* from, std::size
       *reinterpret_cast<uint4*>(to + first) =
           make_uint4(pair(a.x, a.y), pair(a.z, a.w), pair(b.x, b.y), pair(b.z, b.w));
     } else {
-      for (std::size_t i = first; i < elements; ++i) to[i] = bf16_nearest_even(from[i]);
+      for (std::size_t i = first; i < first + 8 && i < elements; ++i) to[i] = bf16_nearest_even(from[i]);
     }
   }
 }
@@ -60,9 +61,17 @@ class CudaDevice final : public Device {
     if (const cudaError_t status = cudaGetDeviceProperties(&properties, index); status != cudaSuccess)
       return cuda_error("open", status);
     device->name_ = properties.name;
-    for (cudaStream_t* stream : {&device->upload_, &device->download_, &device->update_, &device->round_})
-      if (const cudaError_t status = cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking); status != cudaSuccess)
-        return cuda_error("make a stream", status);
+    device->processors_ = static_cast<unsigned>(properties.multiProcessorCount);
+    int least = 0, greatest = 0;
+    if (const cudaError_t status = cudaDeviceGetStreamPriorityRange(&least, &greatest); status != cudaSuccess)
+      return cuda_error("make a stream", status);
+    // Small kernels beside a matrix product that fills the device: with its priority each would wait for a wave of it.
+    for (cudaStream_t* stream : {&device->upload_, &device->download_, &device->update_, &device->round_}) {
+      const bool kernels = stream == &device->update_ || stream == &device->round_;
+      const cudaError_t status =
+          cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, kernels ? greatest : least);
+      if (status != cudaSuccess) return cuda_error("make a stream", status);
+    }
     return std::unique_ptr<Device>(std::move(device));
   }
   ~CudaDevice() override {
@@ -80,8 +89,10 @@ class CudaDevice final : public Device {
     if (bytes == 0) return io::Buffer();
     cudaSetDevice(index_);
     void* data = nullptr;
-    if (const cudaError_t status = cudaMalloc(&data, bytes); status != cudaSuccess)
+    if (const cudaError_t status = cudaMalloc(&data, bytes); status != cudaSuccess) {
+      cudaGetLastError();  // or the next launch on this thread would be taken for failed
       return cuda_error("allocate device memory", status, bytes);
+    }
     return io::Buffer(
         static_cast<std::byte*>(data), bytes, [](std::byte* memory, std::size_t, void*) noexcept { cudaFree(memory); },
         nullptr);
@@ -90,6 +101,7 @@ class CudaDevice final : public Device {
   std::string pin(std::span<const std::span<std::byte>> pieces) override {
     cudaSetDevice(index_);
     return pinned_.pin(pieces, [](std::span<std::byte> piece) -> std::string {
+      populate(piece);
       const cudaError_t status =
           cudaHostRegister(piece.data(), piece.size(), cudaHostRegisterPortable | cudaHostRegisterMapped);
       if (status == cudaSuccess) return {};
@@ -123,20 +135,20 @@ class CudaDevice final : public Device {
     if (pinned_.covers(reinterpret_cast<const std::byte*>(to), 2 * elements)) {
       void* mapped = nullptr;
       note(cudaHostGetDevicePointer(&mapped, to, 0));
-      if (mapped != nullptr) launch(static_cast<std::uint16_t*>(mapped), from, elements, on);
+      if (mapped != nullptr) launch(static_cast<std::uint16_t*>(mapped), from, elements, kLinkBlocks, on);
       return;
     }
     if (bounce_ == nullptr) note(cudaMalloc(&bounce_, kBounceBytes));
     for (std::size_t begin = 0; begin < elements && bounce_ != nullptr; begin += kBounceElements) {
       const std::size_t count = std::min(kBounceElements, elements - begin);
-      launch(static_cast<std::uint16_t*>(bounce_), from + begin, count, on);
+      launch(static_cast<std::uint16_t*>(bounce_), from + begin, count, device_blocks(), on);
       copy_to_host(stream, reinterpret_cast<std::byte*>(to + begin), static_cast<const std::byte*>(bounce_), 2 * count);
     }
   }
 
   void round_gradient(StreamId stream, std::uint16_t* to, const float* from, std::size_t elements) override {
     const cudaStream_t on = of(stream);
-    launch(to, from, elements, on);
+    launch(to, from, elements, device_blocks(), on);
   }
   void enqueue(StreamId stream, std::function<void(const DeviceQueue&)> work) override {
     const cudaStream_t on = of(stream);
@@ -193,11 +205,14 @@ class CudaDevice final : public Device {
         return cudaStreamLegacy;
     }
   }
-  void launch(std::uint16_t* to, const float* from, std::size_t elements, cudaStream_t stream) {
-    constexpr unsigned kThreads = 256,
-                       kBlocks = 64;  // enough to fill the bus, few enough to leave the device to its work
+  // Blocks of a kernel that writes over the link: enough to fill it, few enough to leave the device to its work.
+  static constexpr unsigned kLinkBlocks = 64;
+  // Of one that stays on the device: as many as it holds.
+  unsigned device_blocks() const { return 8 * processors_; }
+  void launch(std::uint16_t* to, const float* from, std::size_t elements, unsigned most, cudaStream_t stream) {
+    constexpr unsigned kThreads = 256;
     const auto blocks =
-        static_cast<unsigned>(std::min<std::size_t>(kBlocks, (elements + 8 * kThreads - 1) / (8 * kThreads)));
+        static_cast<unsigned>(std::min<std::size_t>(most, (elements + 8 * kThreads - 1) / (8 * kThreads)));
     if (elements == 0) return;
     void* arguments[] = {&to, &from, &elements};
     note(cudaLaunchKernel(&gradient_to_bf16, blocks, kThreads, arguments, 0, stream));
@@ -211,6 +226,7 @@ class CudaDevice final : public Device {
 
   const int index_;
   std::string name_;
+  unsigned processors_ = 1;
   cudaStream_t upload_ = nullptr, download_ = nullptr, update_ = nullptr, round_ = nullptr;
   void* bounce_ = nullptr;  // device memory for hosts that cannot be mapped; the download stream's alone
   PinnedPieces pinned_;

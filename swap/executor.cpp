@@ -220,13 +220,15 @@ io::Result<Entered> Executor::enter(int stage, Pass pass, int micro_batch) {
                                std::to_string(micro_batch) + " departs from the plan, which has stage " +
                                std::to_string(task.stage) + " " + pass_name(task.pass) + " micro-batch " +
                                std::to_string(task.micro_batch)};
-  impl.client_wakes.wait(lock, [&] { return impl.error || impl.node(queue.front()).waiting == 0; });
+  impl.client_wakes.wait(
+      lock, [&] { return impl.error || (impl.node(queue.front()).waiting == 0 && impl.computing < kMostComputing); });
   if (impl.error) return impl.error;
   impl.entered = queue.front();
   queue.pop_front();
   impl.inside = true;
   Node& at = impl.node(impl.entered);
   at.begin = impl.now();
+  lock.unlock();  // where the device's queue is full, this waits, and lanes may not
   at.began = impl.device.record_timed(StreamId::compute);
   return Entered{.visit = &(*at.visits)[at.task.visit],
                  .arena = impl.arena.data(),

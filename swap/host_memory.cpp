@@ -8,7 +8,7 @@ namespace tierflow::swap {
 
 io::Result<std::unique_ptr<HostMemory>> HostMemory::create(std::span<const std::size_t> buffers, Device& device) {
   const std::size_t bytes = std::accumulate(buffers.begin(), buffers.end(), std::size_t{0});
-  io::Buffer slab = io::allocate_buffer(bytes);
+  io::Buffer slab = io::allocate_buffer_of_this_process(bytes);
   if (!slab && bytes != 0)
     return io::Error{.kind = io::ErrorKind::memory,
                      .operation = "allocate host memory",

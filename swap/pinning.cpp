@@ -1,7 +1,11 @@
 #include "swap/pinning.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <thread>
 #include <utility>
+#include <vector>
 
 namespace tierflow::swap {
 
@@ -15,6 +19,20 @@ std::vector<std::size_t> registrations_for(std::span<const std::size_t> buffers)
   }
   if (open != 0) sizes.push_back(open);
   return sizes;
+}
+
+void populate(std::span<std::byte> piece) {
+#ifdef MADV_POPULATE_WRITE
+  constexpr std::size_t kPart = std::size_t{16} << 20, kMostThreads = 8;
+  const std::size_t count =
+      std::min({kMostThreads, std::size_t{std::thread::hardware_concurrency()}, piece.size() / kPart});
+  std::vector<std::jthread> threads;
+  for (std::size_t i = 0; i < count; ++i)
+    threads.emplace_back([=] {
+      for (std::size_t at = i * kPart; at < piece.size(); at += count * kPart)
+        madvise(piece.data() + at, std::min(kPart, piece.size() - at), MADV_POPULATE_WRITE);
+    });
+#endif
 }
 
 std::string PinnedPieces::pin(std::span<const std::span<std::byte>> pieces, const Register& register_piece) {

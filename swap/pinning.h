@@ -22,6 +22,10 @@ inline constexpr std::size_t kBounceBytes = std::size_t{8} << 20;
 // its own.
 std::vector<std::size_t> registrations_for(std::span<const std::size_t> buffers);
 
+// Has the system give memory to these pages now, by several threads: registering them would do it by one. Where the
+// system cannot (before Linux 5.14), nothing happens.
+void populate(std::span<std::byte> piece);
+
 // Registered pieces, one after the other from the beginning of the slab.
 class PinnedPieces {
  public:

@@ -14,6 +14,9 @@ struct DeviceMemoryStats {
   std::uint64_t held = 0;       // used and kept for reuse: what counts against the cap
   std::uint64_t peak_used = 0;  // since reset_peak()
   std::uint64_t peak_held = 0;
+  // Since the program began, on CUDA: allocations that the cap refused at first, and that succeeded or failed after all
+  // that was kept for reuse had been given back. Each waits for the device.
+  std::uint64_t retries = 0;
 };
 
 class DeviceMemory {

@@ -45,11 +45,13 @@ class CudaMemory final : public DeviceMemory {
  public:
   CudaMemory() {
     void* library = load_torch_cuda();
-    if (library == nullptr)
-      throw Exception(io::Error{
-          .kind = io::ErrorKind::environment,
-          .operation = "load torch's CUDA library",
-          .detail = std::string(dlerror()) + "; the torch wheel of this build has no CUDA: use --device cpu"});
+    if (library == nullptr) {
+      const char* reason = dlerror();
+      throw Exception(io::Error{.kind = io::ErrorKind::environment,
+                                .operation = "load torch's CUDA library",
+                                .detail = std::string(reason == nullptr ? "it is not beside libtorch_cpu.so" : reason) +
+                                          "; the torch wheel of this build has no CUDA: use --device cpu"});
+    }
     const auto gpu = GpuMonitor::open(value_or_throw(swap::cuda_device_info(0)).pci_bus);
     const auto used = [&] { return gpu == nullptr ? std::nullopt : gpu->bytes_used(); };
     const auto before = used();
@@ -65,28 +67,35 @@ class CudaMemory final : public DeviceMemory {
       at::mm(a, a).sum().item<float>();
     }
     const auto after = used();
-    const std::uint64_t held = stats().held;
-    if (before && after && *after > *before + held) fixed_ += *after - *before - held;
+    const DeviceMemoryStats now = stats();
+    if (before && after && *after > *before + now.held) fixed_ += *after - *before - now.held;
+    workspace_ = now.used;
+    fixed_ += workspace_;
   }
   std::uint64_t fixed() const override { return fixed_; }
   void set_cap(std::uint64_t bytes) override {
-    const double share = static_cast<double>(bytes) / static_cast<double>(allocator_->getMemoryInfo(0).second);
+    const double share =
+        static_cast<double>(bytes + workspace_) / static_cast<double>(allocator_->getMemoryInfo(0).second);
     allocator_->setMemoryFraction(std::clamp(share, 0.0, 1.0), 0);
   }
   void release_kept() override { allocator_->emptyCache(); }
   void reset_peak() override { allocator_->resetPeakStats(0); }
   DeviceMemoryStats stats() const override {
     const auto stats = allocator_->getDeviceStats(0);
-    const auto count = [](std::int64_t bytes) { return static_cast<std::uint64_t>(bytes); };
+    const auto count = [this](std::int64_t bytes) {
+      return static_cast<std::uint64_t>(bytes) - std::min(workspace_, static_cast<std::uint64_t>(bytes));
+    };
     return {.used = count(stats.allocated_bytes[kAll].current),
             .held = count(stats.reserved_bytes[kAll].current),
             .peak_used = count(stats.allocated_bytes[kAll].peak),
-            .peak_held = count(stats.reserved_bytes[kAll].peak)};
+            .peak_held = count(stats.reserved_bytes[kAll].peak),
+            .retries = static_cast<std::uint64_t>(stats.num_alloc_retries)};
   }
 
  private:
   Allocator* allocator_ = nullptr;
   std::uint64_t fixed_ = swap::kBounceBytes;
+  std::uint64_t workspace_ = 0;  // cuBLAS's, of torch's allocator: a part of fixed_, and of no tensor
 };
 
 }  // namespace

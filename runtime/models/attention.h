@@ -18,7 +18,8 @@ class KeptAttention;  // device_attention.h
 // The choice of what computes attention, and a record of what did.
 struct AttentionChoice {
   std::shared_ptr<const KeptAttention> by = {};  // null: the device decides (device_attention.h)
-  std::set<std::string>* ran = nullptr;          // receives the name of what computed attention
+  bool any_length = false;  // lengths differ from call to call: cuDNN would plan for each of them, in half a second
+  std::set<std::string>* ran = nullptr;  // receives the name of what computed attention
 };
 
 // A query sees the keys of its own document up to itself.

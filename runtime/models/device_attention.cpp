@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "runtime/models/row_kernels_device.h"
 #include "runtime/models/upload.h"
 
 namespace tierflow::models {
@@ -124,8 +125,9 @@ class WithSinks final : public KeptAttention {
 };
 
 bool knows_flash(const Tensor& q, const AttentionRules& rules) {
-  return at::isReducedFloatingType(q.scalar_type()) && q.size(3) % 8 == 0 && q.size(3) <= 192 &&
-         128 * std::ssize(rules.documents) <= q.size(0) * q.size(1);
+  return at::isReducedFloatingType(q.scalar_type()) && q.size(3) % 8 == 0 &&
+         q.size(3) <= largest_flash_head(row_kernels::capability(q.device().index())) &&
+         kFewestFlashTokens * std::ssize(rules.documents) <= q.size(0) * q.size(1);
 }
 
 bool has_window(const Tensor& q, const AttentionRules& rules) {
@@ -142,6 +144,10 @@ bool torch_takes_cudnn(const Tensor& q, const Tensor& k, const AttentionRules& r
 }
 
 }  // namespace
+
+std::int64_t largest_flash_head(int capability) {
+  return capability == 80 || capability / 10 == 9 || capability / 10 == 10 ? 256 : 192;
+}
 
 FlashShape flash_shape(const Tensor& q, const AttentionRules& rules) {
   FlashShape shape{.longest = q.size(1)};
@@ -164,9 +170,9 @@ std::shared_ptr<const KeptAttention> device_attention(const Tensor& q, const Ten
   }
   if (rules.choice.by != nullptr) return rules.choice.by;
   if (!q.is_cuda() || !at::isReducedFloatingType(q.scalar_type())) return nullptr;
-  if (rules.documents.empty() && !has_window(q, rules) && torch_takes_cudnn(q, k, rules))
-    return std::make_shared<Cudnn>();
-  return knows_flash(q, rules) ? std::make_shared<Flash>() : nullptr;
+  const bool whole = rules.documents.empty() && !has_window(q, rules), flash = knows_flash(q, rules);
+  if (whole && !(flash && rules.choice.any_length) && torch_takes_cudnn(q, k, rules)) return std::make_shared<Cudnn>();
+  return flash ? std::make_shared<Flash>() : nullptr;
 }
 
 std::shared_ptr<const KeptAttention> kept_attention(const Tensor& q, const Tensor& k, const AttentionRules& rules,

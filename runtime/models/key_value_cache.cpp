@@ -11,6 +11,7 @@
 #include "runtime/models/attention_kernels.h"
 #include "runtime/models/grain.h"
 #include "runtime/models/key_value_store.h"
+#include "runtime/models/upload.h"
 #include "runtime/spec/generation_shape.h"
 
 namespace tierflow {
@@ -52,7 +53,7 @@ Tensor seen(const Tensor& kept, std::int64_t begin, std::int64_t before, const T
 
 // Whether the kernel below takes them.
 bool has_kernel(const Tensor& q, const CachedSpan& span) {
-  return span.before > 0 && span.length == 1 && q.is_cpu() && q.scalar_type() == at::kBFloat16 && q.stride(3) == 1;
+  return span.before > 0 && span.length == 1 && q.scalar_type() == at::kBFloat16;
 }
 
 const std::uint16_t* words_of(const Tensor& x) {
@@ -255,7 +256,13 @@ KeyValueCache::Layer& KeyValueCache::layer_of(int stage, const CachedSpan& span,
 Tensor KeyValueCache::attend(int stage, const Tensor& q, const Tensor& k, const Tensor& v,
                              const models::AttentionRules& rules, const std::vector<CachedSpan>& spans) {
   models::AttentionRules alone = rules;
+  alone.choice.any_length = true;
   const Tensor out = at::empty(q.sizes(), q.options());
+  // One token each is attended to on the host, where all keys and values are: fewer bytes cross the link.
+  const bool any = std::ranges::any_of(spans, [&](const CachedSpan& span) { return has_kernel(q, span); });
+  const auto on_host = [&](const Tensor& x) { return any ? models::download(x).contiguous() : Tensor(); };
+  const Tensor q_here = on_host(q), k_here = on_host(k), v_here = on_host(v),
+               out_here = any && !q.is_cpu() ? at::empty(q.sizes(), q_here.options()) : out;
   std::vector<OneToken> ones;
   std::vector<std::pair<const Layer*, const CachedSpan*>> brought;  // from storage
   const auto finish = [&] {
@@ -270,17 +277,17 @@ Tensor KeyValueCache::attend(int stage, const Tensor& q, const Tensor& k, const 
     Layer& layer = layer_of(stage, span, k);
     if (stores(stage)) brought.emplace_back(&layer, &span);
     const std::int64_t slots = layer.slots, end = span.before + span.length;
-    const auto keep_both = [&] {
-      keep(layer.keys, part(k), span.before);
-      keep(layer.values, part(v), span.before);
+    const auto keep_both = [&](const Tensor& keys, const Tensor& values) {
+      keep(layer.keys, part(keys), span.before);
+      keep(layer.values, part(values), span.before);
     };
     if (has_kernel(q, span)) {
-      keep_both();
+      keep_both(k_here, v_here);
       const std::int64_t count = rules.window > 0  ? std::min(end, rules.window)
                                  : rules.chunk > 0 ? (end - 1) % rules.chunk + 1
                                                    : end;
-      ones.push_back({.q = part(q)[0][0],
-                      .out = part(out)[0][0],
+      ones.push_back({.q = part(q_here)[0][0],
+                      .out = part(out_here)[0][0],
                       .keys = layer.keys,
                       .values = layer.values,
                       .first = (end - count) % slots,
@@ -290,7 +297,7 @@ Tensor KeyValueCache::attend(int stage, const Tensor& q, const Tensor& k, const 
     if (span.before == 0) {
       alone.documents = models::in_chunks({}, 1, span.length, rules.chunk);
       part(out).copy_(models::attention(part(q), part(k), part(v), alone, 0));
-      keep_both();
+      keep_both(k, v);
       continue;
     }
     const auto wide = models::wide_type(q);
@@ -300,7 +307,7 @@ Tensor KeyValueCache::attend(int stage, const Tensor& q, const Tensor& k, const 
                        behind = span.before - begin;
     const Tensor keys = seen(layer.keys, begin, span.before, part(k), wide),
                  values = seen(layer.values, begin, span.before, part(v), wide);
-    keep_both();
+    keep_both(k, v);
     for (std::int64_t first = 0; first < span.length; first += kQueries) {
       const std::int64_t count = std::min(kQueries, span.length - first), tokens = behind + first + count;
       part(out).narrow(1, first, count)[0].copy_(attention_of_last(
@@ -308,6 +315,11 @@ Tensor KeyValueCache::attend(int stage, const Tensor& q, const Tensor& k, const 
     }
   }
   finish();
+  if (any && !q.is_cpu()) {
+    const Tensor there = models::upload({out_here}, q.device()).front();
+    for (const CachedSpan& span : spans)
+      if (has_kernel(q, span)) out.narrow(1, span.begin, span.length).copy_(there.narrow(1, span.begin, span.length));
+  }
   return out;
 }
 

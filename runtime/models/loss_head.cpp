@@ -25,8 +25,9 @@ at::Tensor sum_in_order(const at::Tensor& losses) {
 }
 
 std::int64_t head_chunk_rows(std::int64_t vocab, bool on_device) {
-  const std::int64_t rows = (on_device ? kDeviceLogits : kCpuLogits) / std::max<std::int64_t>(1, vocab) / 16 * 16;
-  return std::max<std::int64_t>(16, rows);
+  const std::int64_t rows = (on_device ? kDeviceLogits : kCpuLogits) / std::max<std::int64_t>(1, vocab);
+  if (on_device && rows >= 128) return rows / 128 * 128;  // whole tiles of the products
+  return std::max<std::int64_t>(16, rows / 16 * 16);
 }
 
 LossHead::LossHead(const Norm& norm, const LogitRule& rule, const TensorIndex& index, std::string_view own,

@@ -293,7 +293,8 @@ Tensor with_dropout(const Tensor& x, double p, bool training) {
 void add_product(const Tensor& sum, const Tensor& a, const Tensor& b) {
   if (!sum.defined()) return;
   const std::int64_t m = a.size(1), n = b.size(1);
-  const std::int64_t tile = std::max<std::int64_t>(64, kTile / std::max<std::int64_t>(1, n));
+  std::int64_t tile = std::max<std::int64_t>(64, kTile / std::max<std::int64_t>(1, n));
+  if (!a.is_cpu()) tile = (tile + 127) / 128 * 128;  // matrix products want each tile to begin at 16 bytes
   Tensor product = at::empty({std::min(tile, m), n}, b.options());
   for (std::int64_t row = 0; row < m; row += tile) {
     const std::int64_t count = std::min(tile, m - row);

@@ -108,7 +108,7 @@ void tell(const Assignment& assignment, std::int64_t block, ExpertsTouched* touc
 }
 
 Assignment assign(const ExpertsSpec& spec, const at::Tensor& chosen) {
-  const at::Tensor host = chosen.to(at::kCPU).contiguous();
+  const at::Tensor host = download(chosen).contiguous();
   const std::int64_t pairs = host.numel();
   const auto* expert = host.const_data_ptr<std::int64_t>();
   Assignment assignment;

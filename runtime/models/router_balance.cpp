@@ -45,7 +45,7 @@ void tell(const Routing& routing, RouterBalance* balance) {
   for (RouterLoads& loads : balance->found)
     loads = {.chosen = std::vector<double>(experts), .scores = std::vector<double>(experts)};
   if (sums.empty()) return;
-  const at::Tensor chosen = routing.chosen.to(at::kCPU), scores = at::stack(sums).to(at::kCPU, at::kDouble);
+  const at::Tensor chosen = download(routing.chosen), scores = download(at::stack(sums).to(at::kDouble));
   const auto* expert_of = chosen.const_data_ptr<std::int64_t>();
   const auto* score_of = scores.const_data_ptr<double>();
   for (const CountedTokens& part : balance->parts) {

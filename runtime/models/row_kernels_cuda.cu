@@ -228,6 +228,15 @@ void launch(const Queue& on, std::int64_t work, void (*kernel)(Parameters...), d
 bool are_built() {
   return true;
 }
+int capability(int device) {
+  int major = 0, minor = 0;
+  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  return 10 * major + minor;
+}
 
 void rms_norm(ConstWords x, Words added, ConstWords w, Words out, float* rstd, std::int64_t rows, std::int64_t n,
               float eps, kernels::RmsRule rule, const Queue& on) {

@@ -17,6 +17,8 @@ struct Queue {
 };
 
 bool are_built();
+// The card's compute capability, 90 for 9.0; 0 where CUDA does not say, and in a build without it.
+int capability(int device);
 
 // added: null, or what becomes x + added, which is normalised.
 void rms_norm(const std::uint16_t* x, std::uint16_t* added, const std::uint16_t* w, std::uint16_t* out, float* rstd,

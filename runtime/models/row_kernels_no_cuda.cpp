@@ -15,6 +15,9 @@ namespace {
 bool are_built() {
   return false;
 }
+int capability(int) {
+  return 0;
+}
 
 void rms_norm(const std::uint16_t*, std::uint16_t*, const std::uint16_t*, std::uint16_t*, float*, std::int64_t,
               std::int64_t, float, kernels::RmsRule, const Queue&) {

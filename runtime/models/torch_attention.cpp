@@ -75,9 +75,23 @@ Tensor attention_of_rows(const Tensor& q_in, const Tensor& k_in, const Tensor& v
   return sinks ? out.narrow(1, 1, length).narrow(3, 0, dim) : out;
 }
 
+// While it lives torch does not take cuDNN, which plans for each new length, in half a second, and whose gradients with
+// a mask may be NaN (pytorch issue 196678).
+class WithoutCudnn {
+ public:
+  WithoutCudnn() { at::globalContext().setSDPUseCuDNN(false); }
+  ~WithoutCudnn() { at::globalContext().setSDPUseCuDNN(enabled_); }
+  WithoutCudnn(const WithoutCudnn&) = delete;
+  WithoutCudnn& operator=(const WithoutCudnn&) = delete;
+
+ private:
+  const bool enabled_ = at::globalContext().userEnabledCuDNNSDP();
+};
+
 }  // namespace
 
 Tensor torch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules, double dropout) {
+  const WithoutCudnn without;
   if (rules.documents.empty()) return attention_of_rows(q, k, v, rules, dropout);
   std::vector<Tensor> parts;
   for (const Document& document : rules.documents) {

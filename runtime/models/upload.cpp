@@ -1,6 +1,7 @@
 #include "runtime/models/upload.h"
 
 #include <ATen/ATen.h>
+#include <ATen/DeviceAccelerator.h>
 
 namespace tierflow::models {
 
@@ -9,6 +10,11 @@ std::vector<at::Tensor> upload(const std::vector<at::Tensor>& tensors, at::Devic
   std::vector<at::Tensor> there;
   for (const at::Tensor& tensor : tensors) there.push_back(tensor.defined() ? tensor.to(device) : tensor);
   return there;
+}
+
+at::Tensor download(const at::Tensor& tensor) {
+  if (tensor.is_cuda()) at::accelerator::getCurrentStream(tensor.device().index()).synchronize();
+  return tensor.cpu();
 }
 
 std::vector<at::Tensor> upload_in_one_block(const std::vector<at::Tensor>& tensors, at::Device device,

@@ -61,6 +61,9 @@ int call(const char* name, const Options& options) {
   // Waiting threads sleep: torch's team shares the cores with the update, the copies and the drives. Read when libgomp
   // is loaded.
   setenv("OMP_WAIT_POLICY", "passive", /*overwrite=*/0);
+  // Of torch's CUDA allocator, whose cap counts what lies between tensors too. A setting by its other name, for CUDA
+  // alone, comes before this one.
+  setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True", /*overwrite=*/0);
   void* entry = dlsym(load_train_library(), name);
   if (entry == nullptr)
     fail(io::ErrorKind::environment, name, "is not in libtierflow_train.so: it is of another version");

@@ -198,6 +198,7 @@ void TrainingLog::step(const StepResult& result, std::int64_t of_steps, double l
             {"skipped", result.skipped},
             {"clipping", clipping_name(result.clipping)},
             {"computed_again", result.computed_again},
+            {"allocator_retries", result.allocator_retries},
             {"tb_written", terabytes},
             {"lanes", lanes},
             {"limit", limit},

@@ -212,6 +212,7 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, const Pai
   const std::vector<bool> used = chunks_of_tokens(batches, result.embedding_rows);
   if (plan.arrangement.staged) result.clipping = speculates ? Clipping::speculative : Clipping::staged;
   const std::int64_t again = computed_again;
+  const std::uint64_t retries = torch_memory.stats().retries;
   const std::uint64_t left_out = gradient_bytes_left_out();
   std::int64_t targets = 0;
   std::vector<Shared> shared;
@@ -275,6 +276,7 @@ StepResult Session::Impl::step(const std::vector<MicroBatch>& batches, const Pai
   result.kd_loss /= divisor;
   if (!balanced.empty()) result.loss += model->spec().config.experts.balance * result.aux_loss;
   result.computed_again = computed_again - again;
+  result.allocator_retries = torch_memory.stats().retries - retries;
   for (const auto& [block, experts] : experts_touched)
     result.experts_touched.push_back(std::ranges::count(experts, true));
   result.experts = model->spec().config.experts.count;

@@ -62,7 +62,8 @@ struct StepResult {
   // move if it used the whole table.
   std::int64_t embedding_rows = 0;
   std::uint64_t embedding_bytes = 0, embedding_bytes_of_all = 0;
-  std::int64_t computed_again = 0;  // stages in which memory ran out and that succeeded after caches were freed
+  std::int64_t computed_again = 0;      // stages in which memory ran out and that succeeded after caches were freed
+  std::uint64_t allocator_retries = 0;  // DeviceMemoryStats::retries of this step
   double seconds = 0;
   double tokens_per_s = 0;
 };

@@ -4,13 +4,17 @@
 
 #include "runtime/base/signals.h"
 #include "runtime/models/adapter.h"
+#include "runtime/models/upload.h"
 #include "runtime/session/session_impl.h"
 
 namespace tierflow {
 
+// Libraries, and the driver where it loads a kernel, allocate past torch's allocator.
 bool is_out_of_memory(const c10::Error& error) {
-  return dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
-         std::string_view(error.what_without_backtrace()).find("CUBLAS_STATUS_ALLOC_FAILED") != std::string_view::npos;
+  const std::string_view said = error.what_without_backtrace();
+  const auto says = [&](std::string_view part) { return said.find(part) != std::string_view::npos; };
+  return dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr || says("CUBLAS_STATUS_ALLOC_FAILED") ||
+         says("CUDNN_STATUS_ALLOC_FAILED") || says("CUDA error: out of memory");
 }
 
 io::Error out_of_memory_error(const c10::Error& error) {
@@ -116,8 +120,8 @@ void Session::Impl::expect_references(std::size_t micro_batches) {
 
 torch::Tensor Session::Impl::reference_losses(const Weights& bound, int micro_batch, const Shared& shared) {
   const int last = static_cast<int>(plan.layout->stages().size()) - 1;
-  return model->head_scores(models::without_adapters(model->spec(), last, bound), references[micro_batch], shared)
-      .losses.cpu();
+  const Weights without = models::without_adapters(model->spec(), last, bound);
+  return models::download(model->head_scores(without, references[micro_batch], shared).losses);
 }
 
 // Every stage but the last, layer-major: all micro-batches pass a stage before the next one.
@@ -186,7 +190,7 @@ HeadResult Session::Impl::head_of_pairs(const swap::Entered& entered, int micro_
   if (!references.empty()) batch.reference = row_log_probabilities(batch, reference_losses(bound, micro_batch, shared));
   torch::Tensor losses = model->head_scores(bound, carries[micro_batch], shared).losses;
   if (!losses.defined()) fail_usage("layers of one's own have no loss of each token: pairs are not trained on");
-  losses = losses.cpu();
+  losses = models::download(losses);
   totals = pair_totals(options.loss, batch, losses);
   const Gradients gradients = gradients_of(entered, micro_batch);
   HeadResult head = model->head_loss_and_backward(bound, gradients, carries[micro_batch], shared,
@@ -202,7 +206,7 @@ void Session::Impl::read_losses(const std::vector<HeadResult>& heads, StepResult
     if (head.ce_sum.defined()) sums.insert(sums.end(), {head.ce_sum, head.kd_sum});
   }
   if (sums.empty()) return;
-  const torch::Tensor read = torch::stack(sums).cpu();
+  const torch::Tensor read = models::download(torch::stack(sums));
   const double* next = read.const_data_ptr<double>();
   for (const HeadResult& head : heads) {
     result.loss += *next++;
@@ -345,13 +349,13 @@ Evaluation Session::Impl::evaluate(std::int64_t count, const std::function<Micro
       compute(true, [&] {
         scores = model->head_scores(weights(entered), carries[micro_batch], shared[micro_batch]);
         if (!scores.losses.defined()) return;
-        scores.losses = scores.losses.cpu();
-        scores.hits = scores.hits.cpu();
+        scores.losses = models::download(scores.losses);
+        scores.hits = models::download(scores.hits);
         if (!references.empty())
           scores.reference_losses = reference_losses(weights(entered), micro_batch, shared[micro_batch]);
         if (!scores.top_ids.defined()) return;
-        scores.top_ids = scores.top_ids.cpu();
-        scores.top_log_probabilities = scores.top_log_probabilities.cpu();
+        scores.top_ids = models::download(scores.top_ids);
+        scores.top_log_probabilities = models::download(scores.top_log_probabilities);
       });
       leave();
       if (out_of_memory) continue;

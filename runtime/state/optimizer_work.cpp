@@ -9,6 +9,15 @@
 #include "runtime/planning/update_scratch.h"
 
 namespace tierflow {
+namespace {
+
+// Until the stream has done what it was given. A copy of memory that is not pinned would wait for that inside the
+// driver, where other threads' copies and launches may have to wait with it.
+io::Error wait_for(swap::Device& device, swap::StreamId stream) {
+  return device.synchronize(device.record(stream));
+}
+
+}  // namespace
 
 OptimizerWork::OptimizerWork(const PackedModel& model, const swap::Layout& layout, UpdateThreads& threads,
                              std::vector<bool> owed, bool skips_whole, optim::AdamWParams params,
@@ -58,8 +67,9 @@ io::Error OptimizerWork::keep_gradient(const swap::Chunk& chunk, swap::Device& d
   std::vector<std::byte> found(measured_of(chunk.elements).bytes);
   device.round_gradient(on, at.gradient, at.sum, chunk.elements);
   enqueue_measuring(chunk, device, on, at.gradient, at.scratch);
+  if (io::Error failed = wait_for(device, on)) return failed;
   device.copy_to_host(on, found.data(), at.scratch, found.size());
-  if (io::Error failed = device.synchronize(device.record(on))) return failed;
+  if (io::Error failed = wait_for(device, on)) return failed;
   if (io::Error failed = take_measured(chunk, found)) return failed;
   return check_finite(chunk);
 }
@@ -124,8 +134,9 @@ io::Error OptimizerWork::update_on_device(const swap::Chunk& chunk, swap::Device
   const optim::State state = state_view(format_of(chunk), chunk.elements, at.words, at.state);
   std::vector<std::byte> found(scratch.bytes);
   std::string refused;
-  if (at.sum != nullptr) device.round_gradient(on, at.gradient, at.sum, chunk.elements);
+  if (io::Error failed = wait_for(device, on)) return failed;
   device.copy_to_device(on, at.scratch, found.data(), found.size());
+  if (at.sum != nullptr) device.round_gradient(on, at.gradient, at.sum, chunk.elements);
   device.enqueue(on, [&](const swap::DeviceQueue& queue) {
     const bool here = queue.device == swap::DeviceQueue::kHost;
     const optim::CudaStream there{.device = queue.device, .stream = queue.stream};
@@ -151,8 +162,9 @@ io::Error OptimizerWork::update_on_device(const swap::Chunk& chunk, swap::Device
       refused = error.what();
     }
   });
+  if (io::Error failed = wait_for(device, on)) return failed;
   device.copy_to_host(on, found.data(), at.scratch, found.size());
-  if (io::Error failed = device.synchronize(device.record(on))) return failed;
+  if (io::Error failed = wait_for(device, on)) return failed;
   if (!refused.empty()) return refused_by_device(chunk, refused);
   if (!deferred) {
     Measured& sums = measured(chunk);

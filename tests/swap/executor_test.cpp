@@ -214,6 +214,19 @@ TEST(Executor, TheHostRunsAhead) {
       EXPECT_TRUE(equals_plain_loop(with, 4, 3));
     }
 }
+// A device's queue that is full makes whoever enqueues wait in its driver.
+TEST(Executor, TheHostDoesNotRunAheadWithoutEnd) {
+  const Case with{.host = 200 * kMiB,
+                  .device = 100 * kMiB,
+                  .micro_batches = 30,
+                  .pause = std::chrono::milliseconds(1),
+                  .async = true};
+  class Run run(make_toy(with.tied, 3), with);
+  run.prepare();
+  run.train(1);
+  EXPECT_GE(run.most_ahead, 8);
+  EXPECT_LE(run.most_ahead, 16);
+}
 TEST(Executor, GradientsAreMeasuredOnTheirWay) {
   for (const std::uint64_t chaos : {0, 4})
     for (const bool staged : {true, false})

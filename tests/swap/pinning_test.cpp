@@ -22,6 +22,15 @@ struct Slab {
   std::span<std::byte> memory;
 };
 
+TEST(Pinning, PopulatedMemoryIsThere) {
+  Slab slab(40 * kMiB + 12 * 1024);
+  ASSERT_EQ(::mprotect(slab.memory.data(), slab.memory.size(), PROT_READ | PROT_WRITE), 0);
+  populate(slab.memory);
+  std::vector<unsigned char> resident(slab.memory.size() / 4096);
+  ASSERT_EQ(::mincore(slab.memory.data(), slab.memory.size(), resident.data()), 0);
+  EXPECT_EQ(std::ranges::count_if(resident, [](unsigned char page) { return (page & 1) == 0; }), 0);
+}
+
 // A system that pins `limit` bytes.
 struct Limited {
   std::string operator()(std::span<std::byte> piece) {

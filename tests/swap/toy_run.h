@@ -3,6 +3,8 @@
 // carry it.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <filesystem>
@@ -230,7 +232,8 @@ class Run {
   Store& store() { return *store_; }
   std::filesystem::path file() const { return folder_.path() / "state.tfv"; }
   std::function<void(Plan&)> mutate;
-  int swapped = 0;  // visits with activations in a slot
+  int swapped = 0;     // visits with activations in a slot
+  int most_ahead = 0;  // visits that were left and not computed
 
  private:
   static bool HasFatalFailure() { return ::testing::Test::HasFatalFailure(); }
@@ -249,11 +252,14 @@ class Run {
         ASSERT_TRUE(entered.ok()) << entered.error().message();
         swapped += entered->slot != nullptr && entered->activations == Activations::swap ? 1 : 0;
         // The host runs ahead: the visit may be gone when the stream comes to it.
-        compute_on(
-            *device_, StreamId::compute,
-            [this, stage, pass, micro_batch, visit = *entered->visit, arena = entered->arena, item = entered->item,
-             slot = entered->slot] { compute(stage, pass, micro_batch, visit, arena, item, slot); });
+        compute_on(*device_, StreamId::compute,
+                   [this, stage, pass, micro_batch, visit = *entered->visit, arena = entered->arena,
+                    item = entered->item, slot = entered->slot] {
+                     compute(stage, pass, micro_batch, visit, arena, item, slot);
+                     ++computed_;
+                   });
         ASSERT_OK(executor_->leave());
+        most_ahead = std::max(most_ahead, ++enqueued_ - computed_);
       }
     }
     ASSERT_OK(device_->synchronize(device_->record(StreamId::compute)));
@@ -303,6 +309,8 @@ class Run {
   std::vector<std::uint64_t> results_, carry_;
   std::vector<std::vector<std::uint64_t>> inputs_;
   bool pending_ = false;
+  int enqueued_ = 0;
+  std::atomic<int> computed_ = 0;
 };
 
 inline constexpr std::uint64_t kMiB = 1 << 20;

@@ -3,9 +3,11 @@ clipping. What a streamed run is compared with. One JSON line a step and one for
 
 import argparse
 import json
+import os
 import statistics
 import time
 
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the program has it; read when torch is loaded
 import torch
 import torch.nn.functional as F
 from torch import nn

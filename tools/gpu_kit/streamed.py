@@ -119,7 +119,7 @@ def train(args, config, options):
                 if until_first is None:
                     until_first = time.monotonic() - begin - step["step_s"]
                 all_steps.append(step)
-                show(step={key: step[key] for key in ("step", "loss", "step_s", "tokens_per_s", "limit", "lanes", "device_memory_peak", "host_memory", "gpu", "computed_again") if key in step})
+                show(step={key: step[key] for key in ("step", "loss", "step_s", "tokens_per_s", "limit", "lanes", "device_memory_peak", "host_memory", "gpu", "computed_again", "allocator_retries") if key in step})
             if ended:
                 break
             time.sleep(0.05)

@@ -203,6 +203,12 @@ TEST(KeptAttention, counts_sinks_behind_a_kernel_that_knows_none) {
     }
 }
 
+TEST(FlashShape, wide_heads_are_for_cards_with_room_for_them) {
+  for (const int capability : {80, 90, 100, 103}) EXPECT_EQ(models::largest_flash_head(capability), 256) << capability;
+  for (const int capability : {0, 86, 89, 120, 121})
+    EXPECT_EQ(models::largest_flash_head(capability), 192) << capability;
+}
+
 TEST(FlashShape, counts_windows_before_the_query_and_documents_by_their_ends) {
   const Tensor q = torch::zeros({2, 300, 4, 16});
   models::FlashShape shape = models::flash_shape(q, {});

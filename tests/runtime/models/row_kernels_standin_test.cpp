@@ -104,6 +104,11 @@ class RowKernelsOnStandin : public ::testing::TestWithParam<Shape> {
   std::normal_distribution<float> normal_;
 };
 
+TEST_P(RowKernelsOnStandin, SaysWhatTheCardCan) {
+  EXPECT_EQ(models::row_kernels::capability(0), 90);
+  EXPECT_EQ(models::row_kernels::capability(99), 0);
+}
+
 TEST_P(RowKernelsOnStandin, RmsNorm) {
   for (const kernels::RmsRule rule : {kernels::RmsRule{}, {false, 1}})
     for (const bool with_residual : {true, false}) {

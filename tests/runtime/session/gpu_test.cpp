@@ -11,6 +11,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/init.h"
 #include "runtime/device/device_memory.h"
+#include "runtime/models/key_value_cache.h"
 #include "runtime/optimizer/adamw8bit.h"
 #include "runtime/session/profiler.h"
 #include "runtime/session/session.h"
@@ -40,6 +41,14 @@ std::vector<MicroBatch> batches(int step) {
   return all;
 }
 
+std::unique_ptr<Session> session_of(const Case& which, const SessionOptions& options) {
+  return std::make_unique<Session>(Model{make_model(parse_model_spec(which.json, which.name)),
+                                         [](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
+                                           initial_values(tensor, 11, first, out);
+                                         }},
+                                   options, AdamW{.lr = 3e-3});
+}
+
 // uses_spare_device_memory: as in SessionOptions; where not, state is the host's.
 Outcome run(const Case& which, bool stream, std::optional<double> clip, double device_update_share = 0,
             bool uses_spare_device_memory = true) {
@@ -57,27 +66,24 @@ Outcome run(const Case& which, bool stream, std::optional<double> clip, double d
     options.allow_buffered = options.allow_any_filesystem = true;
     options.host_memory = 150 * 1024;
   }
-  Session session({make_model(parse_model_spec(which.json, which.name)),
-                   [](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
-                     initial_values(tensor, 11, first, out);
-                   }},
-                  options, {.lr = 3e-3});
+  const auto session = session_of(which, options);
   Outcome outcome;
   for (int step = 0; step < 4; ++step) {
-    const StepResult result = session.step(batches(step));
+    const StepResult result = session->step(batches(step));
     outcome.losses.push_back(result.loss);
     outcome.norms.push_back(result.grad_norm);
   }
-  const ModelSpec& spec = session.model().spec();
+  const ModelSpec& spec = session->model().spec();
   for (std::size_t unit = 0; unit < spec.units.size(); ++unit)
     for (std::size_t tensor = 0; tensor < spec.units[unit].tensors.size(); ++tensor)
-      outcome.masters.push_back(session.master(static_cast<int>(unit), static_cast<int>(tensor)));
+      outcome.masters.push_back(session->master(static_cast<int>(unit), static_cast<int>(tensor)));
   return outcome;
 }
 
 bool install_memory(const std::string& device) {
   setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8", 1);  // read when cuBLAS is first used
   DeviceMemory::install();
+  at::globalContext().setDeterministicAlgorithms(false, false);
   if (device == "cuda") {
     if (!swap::cuda_available()) return false;
     DeviceMemory::cuda();
@@ -107,11 +113,7 @@ std::unique_ptr<Session> small_session(const std::string& device, const std::fil
     options.allow_buffered = options.allow_any_filesystem = true;
     options.host_memory = 150 * 1024;
   }
-  return std::make_unique<Session>(Model{make_model(parse_model_spec(llama.json, llama.name)),
-                                         [](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
-                                           initial_values(tensor, 11, first, out);
-                                         }},
-                                   options, AdamW{.lr = 3e-3});
+  return session_of(llama, options);
 }
 
 bool sanitized() {
@@ -176,12 +178,18 @@ TEST_P(Devices, MemoryThatRunsOutCostsTheStepAlone) {
   DeviceMemory& memory = memory_of(GetParam());
   memory.release_kept();
   memory.set_cap(memory.stats().held);
+  std::vector<torch::Tensor> room;  // that is left in the blocks of live tensors
+  if (GetParam() == "cuda") {
+    EXPECT_THROW(for (;;) room.push_back(torch::empty({512}, torch::device(torch::kCUDA).dtype(torch::kByte))),
+                 c10::OutOfMemoryError);
+  }
   try {
     session->step(second);
     FAIL() << "no memory was left";
   } catch (const Exception& error) {
     EXPECT_EQ(error.error().kind, io::ErrorKind::memory);
   }
+  room.clear();
   memory.set_cap(device_budget(GetParam()));
   ASSERT_TRUE(session->intact());
   EXPECT_EQ(session->master(1, 0), before);
@@ -250,6 +258,41 @@ class OnGpu : public ::testing::TestWithParam<Case> {
     at::globalContext().setDeterministicAlgorithms(true, false);
   }
 };
+
+// A step's loss and norm, and the logits behind a prompt, token by token.
+TEST_P(OnGpu, ComputesWhatTheCpuDoes) {
+  std::vector<StepResult> steps;
+  std::vector<torch::Tensor> logits;
+  for (const char* device : {"cpu", "cuda"}) {
+    const auto session = session_of(GetParam(), {.device = device,
+                                                 .device_memory = device_budget(device),
+                                                 .host_memory = 64 * kMiB,
+                                                 .micro_batch = 2,
+                                                 .micro_batches = 2,
+                                                 .sequence_length = 16});
+    steps.push_back(session->step(batches(0)));
+    const auto generates = session_of(GetParam(), {.device = device,
+                                                   .device_memory = device_budget(device),
+                                                   .host_memory = 64 * kMiB,
+                                                   .sequence_length = 16,
+                                                   .train = false});
+    KeyValueCache cache(generates->model().spec(), {8});
+    for (const auto& [begin, end] : {std::pair{0, 5}, {5, 6}, {6, 7}, {7, 8}})
+      logits.push_back(generates
+                           ->next_logits({{.ids = torch::arange(begin, end).unsqueeze(0),
+                                           .spans = {{.sequence = 0, .length = end - begin, .before = begin}},
+                                           .cache = &cache}})
+                           .at(0)[0]
+                           .cpu()
+                           .to(torch::kDouble));
+  }
+  EXPECT_NEAR(steps[1].loss, steps[0].loss, 1e-2 * steps[0].loss);
+  EXPECT_NEAR(steps[1].grad_norm, steps[0].grad_norm, 3e-2 * steps[0].grad_norm);
+  for (std::size_t i = 0; i < logits.size() / 2; ++i) {
+    const torch::Tensor here = logits[i], there = logits[i + logits.size() / 2];
+    EXPECT_LT((there - here).norm().item<double>(), 3e-2 * here.norm().item<double>()) << i;
+  }
+}
 
 TEST_P(OnGpu, StreamedIsResident) {
   for (const std::optional<double> clip : {std::optional<double>(0.05), std::optional<double>()}) {

@@ -83,8 +83,16 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   std::lock_guard lock(at.mutex);
   if (const auto error = at.refusal()) return *error;
   if (device < 0 || device >= kDevices) return fails(cudaErrorInvalidDevice);
-  *properties = {.name = "stand-in", .totalGlobalMem = at.settings.device_bytes, .major = 9, .minor = 0};
+  *properties = {
+      .name = "stand-in", .totalGlobalMem = at.settings.device_bytes, .major = 9, .minor = 0, .multiProcessorCount = 2};
   return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  cudaDeviceProp properties{};
+  const cudaError_t status = cudaGetDeviceProperties(&properties, device);
+  if (status == cudaSuccess)
+    *value = attribute == cudaDevAttrComputeCapabilityMajor ? properties.major : properties.minor;
+  return status;
 }
 cudaError_t cudaDeviceGetPCIBusId(char* bus, int length, int device) {
   Runtime& at = runtime();
@@ -212,13 +220,31 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaM
   return fails(at.sticky);
 }
 
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  Runtime& at = runtime();
+  std::lock_guard lock(at.mutex);
+  if (const auto error = at.refusal()) return *error;
+  *least = 0;
+  *greatest = kGreatestPriority;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
   Runtime& at = runtime();
   std::lock_guard lock(at.mutex);
   if (const auto error = at.refusal()) return *error;
   const std::uint64_t seed = at.settings.seed == 0 ? 0 : at.settings.seed * 37 + at.streams.size() + 11;
   at.streams.push_back(std::make_unique<CUstream_st>(current_device(), (flags & cudaStreamNonBlocking) == 0, seed));
   *stream = at.streams.back().get();
+  (*stream)->priority = std::clamp(priority, kGreatestPriority, 0);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+  Runtime& at = runtime();
+  std::lock_guard lock(at.mutex);
+  if (const auto error = at.refusal()) return *error;
+  const CUstream_st* on = at.stream_of(stream);
+  if (on == nullptr) return fails(cudaErrorInvalidResourceHandle);
+  *priority = on->priority;
   return cudaSuccess;
 }
 // Its work goes on.

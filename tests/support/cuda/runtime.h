@@ -16,6 +16,7 @@ struct CUstream_st {
   const int device;
   const bool blocking;  // waits for the legacy stream of its device, and that for it
   tierflow::testing::cuda::Stream queue;
+  int priority = 0;
 };
 struct CUevent_st {
   int device;

@@ -15,7 +15,7 @@
 
 namespace tierflow::testing::cuda {
 
-inline constexpr int kDevices = 2;
+inline constexpr int kDevices = 2, kGreatestPriority = -5;
 
 struct Settings {
   std::uint64_t seed =
