@@ -24,6 +24,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/base/seconds.h"
 #include "runtime/device/device_memory.h"
+#include "runtime/planning/update_scratch.h"
 #include "runtime/spec/packing.h"
 #include "runtime/state/streamed_state.h"
 #include "swap/host_memory.h"
@@ -83,10 +84,13 @@ class Bench {
     a_ = at::randn({sizes_.product, sizes_.product}, options);
     b_ = at::randn({sizes_.product, sizes_.product}, options);
     product_ = at::empty_like(a_);
-    for (const auto& [name, move] : {std::pair{"gradient download, mapped", down_rounded(sizes_.piece_beside)},
-                                     {"gradient download in slots", down_in_slots(sizes_.piece_beside)}})
+    for (const auto& [name, move] :
+         {std::pair{"gradient download, mapped", down_rounded(sizes_.piece_beside)},
+          {"gradient download in slots", down_in_slots(sizes_.piece_beside)},
+          {"gradient download in slots, measured", down_in_slots(sizes_.piece_beside, /*measures=*/true)}})
       beside_product({{"beside", name}, {"mib", sizes_.piece_beside / kMiB}}, StreamId::download, move, "gb_s",
                      static_cast<double>(sizes_.piece_beside) / 1e9);
+    if (!refused_.empty()) fail(io::ErrorKind::environment, "measuring on the device", refused_);
     updates();
   }
 
@@ -113,18 +117,38 @@ class Bench {
     };
   }
 
-  // The same, rounded in one of two slots of the device, from which it is copied, as a run does it.
-  Move down_in_slots(std::size_t bytes) {
-    return [this, bytes](std::size_t turn) {
+  // The same, rounded in one of two slots of the device, from which it is copied, as a run does it: with its sums of
+  // squares.
+  Move down_in_slots(std::size_t bytes, bool measures = false) {
+    return [this, bytes, measures](std::size_t turn) {
       const std::size_t which = turn % 2;
       std::byte* slot = arena_.data() + arena_.size() / 4 + which * bytes;
       const auto* sums = reinterpret_cast<const float*>(arena_.data() + arena_.size() / 2 + which * 2 * bytes);
       device_.wait(StreamId::round, copied_[which]);
       device_.round_gradient(StreamId::round, reinterpret_cast<std::uint16_t*>(slot), sums, bytes / 2);
+      const UpdateScratch found = measured_of(bytes / 2);
+      std::byte* const sums_of_squares = arena_.data() + which * found.bytes;  // where copies go up
+      if (measures) measure(reinterpret_cast<std::uint16_t*>(slot), bytes / 2, sums_of_squares, found);
       device_.wait(StreamId::download, device_.record(StreamId::round));
       device_.copy_to_host(StreamId::download, memory_->buffer(2 + which).data(), slot, bytes);
+      if (measures)
+        device_.copy_to_host(StreamId::download, memory_->buffer(which).data(), sums_of_squares, found.bytes);
       copied_[which] = device_.record(StreamId::download);
     };
+  }
+
+  void measure(const std::uint16_t* gradient, std::size_t elements, std::byte* to, const UpdateScratch& found) {
+    device_.enqueue(StreamId::round, [=, this](const swap::DeviceQueue& queue) {
+      try {
+        if (queue.device == swap::DeviceQueue::kHost)
+          optim::gradient_norm_squared(gradient, elements, found.sums_at(to));
+        else
+          optim::gradient_norm_squared_on_device(gradient, elements, found.sums_at(to), found.not_finite_at(to),
+                                                 {.device = queue.device, .stream = queue.stream});
+      } catch (const std::exception& error) {
+        refused_ = error.what();
+      }
+    });
   }
 
   // At most `depth` of them under way when the next is given: the lanes of a run have one.

@@ -159,6 +159,8 @@ def parse(raw):
         row = json.loads(raw.decode("utf-8-sig" if raw.startswith(BOM) else "utf-8"))  # the first is slow
     except UnicodeDecodeError as error:
         raise BadRow(f"is not UTF-8 text at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise BadRow(f"is no JSON, at {f'column {error.colno}' if error.lineno == 1 else 'its end'}: {error.msg}") from None
     except (ValueError, RecursionError) as error:
         raise BadRow(f"is no JSON: {one_line(error, 100)}") from None
     if not isinstance(row, dict):

@@ -199,6 +199,10 @@ std::filesystem::path temporary_folder() {
 
 void make_folder(const std::filesystem::path& folder) {
   std::error_code error;
+  const auto kind = std::filesystem::symlink_status(folder, error).type();
+  if (kind == std::filesystem::file_type::symlink && !std::filesystem::exists(folder, error))
+    fail_input(folder.string(), "is a link to what is not there: make that, or name another folder");
+  if (kind == std::filesystem::file_type::regular) fail_input(folder.string(), "is a file: name a folder");
   std::filesystem::create_directories(folder, error);
   if (error) fail_system("create folder", folder.string(), error.value());
   if (!std::filesystem::is_directory(folder, error)) fail_input(folder.string(), "exists and is not a folder");

@@ -34,7 +34,9 @@ struct DataOptions {
   std::string packing = "auto";         // auto (bfd for rows, concat for text), bfd, none, concat
   std::filesystem::path chat_template;  // a file, in place of the tokenizer's own template; empty: none
   std::filesystem::path tokenizer;      // a tokenizer.json; empty: bytes
-  std::filesystem::path python;         // interpreter with the `tokenizers` package; used with a tokenizer only
+  // A file of the model's tokenizer in another form: text is no bytes then, and refused. Empty: there is none.
+  std::filesystem::path other_tokenizer;
+  std::filesystem::path python;     // interpreter with the `tokenizers` package; used with a tokenizer only
   std::filesystem::path row_cache;  // folder where prepared rows are kept for the next time; empty: cache_folder()/data
   std::filesystem::path
       cache;  // folder for the packed token file, which never outlives the process; empty: the system's

@@ -17,6 +17,7 @@
 #include "runtime/data/document_sinks.h"
 #include "runtime/data/prepare_rows.h"
 #include "runtime/data/row_format.h"
+#include "runtime/data/tokenizer_process.h"
 
 namespace tierflow {
 namespace {
@@ -136,6 +137,10 @@ DataPart::DataPart(const DataOptions& options, std::vector<std::filesystem::path
 }
 
 void DataPart::prepare_text(const DataOptions& options, const std::vector<Source>& sources) {
+  if (std::ranges::any_of(sources, [](const Source& source) {
+        return source.kind == SourceKind::text || source.kind == SourceKind::jsonl;
+      }))
+    expect_tokenizer(options);
   store_ = std::make_unique<TokenStore>(options.cache, options.vocab_size);
   const auto sink = options.tokenizer.empty() ? make_byte_sink(*store_) : make_tokenizer_sink(*store_, options);
   for (const Source& source : sources) read_source(source, options, *sink);

@@ -57,8 +57,8 @@ void refuse_utf16(const std::string& where, std::string_view start) {
 
 [[noreturn]] void fail_not_utf8(const std::string& where, std::uint64_t at) {
   fail_input(where,
-             fmt::format("is not UTF-8 text at byte {}: convert it (iconv -t UTF-8), or pass over such documents "
-                         "with --on-bad-row skip",
+             fmt::format("is not UTF-8 text at byte {}: convert it (Latin-1: iconv -f LATIN1 -t UTF-8), or pass over "
+                         "such documents with --on-bad-row skip",
                          at));
 }
 
@@ -88,8 +88,8 @@ void check_text(const std::filesystem::path& path) {
     text += piece;
     const std::size_t zero = text.find('\0'), invalid = find_invalid_utf8(text);
     if (zero < invalid)
-      fail_input(where, fmt::format("has a zero byte at {}: it is binary, or UTF-16 text. Convert text with iconv -t "
-                                    "UTF-8; tokens go into .npy or .bin files",
+      fail_input(where, fmt::format("has a zero byte at {}: it is binary, or UTF-16 text. Convert text with iconv -f "
+                                    "UTF-16 -t UTF-8; tokens go into .npy or .bin files",
                                     at + zero));
     if (invalid != std::string_view::npos && text.size() - invalid >= 4) fail_not_utf8(where, at + invalid);
     const std::size_t whole = std::min(invalid, text.size());

@@ -7,6 +7,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/base/utf8.h"
 #include "runtime/data/row_frames.h"
+#include "runtime/data/tokenizer_process.h"
 
 namespace tierflow {
 namespace {
@@ -18,6 +19,7 @@ constexpr std::uint64_t kLargestTemplate = 16 << 20;
 }  // namespace
 
 PromptTokenizer::PromptTokenizer(const DataOptions& options) {
+  expect_tokenizer(options);
   if (options.tokenizer.empty()) return;
   process_ = std::make_unique<PythonProcess>(rows_job(options, "prompts"));
   OrderedJson job{{"folder", tokenizer_folder(options).string()}, {"template", nullptr}};

@@ -1,5 +1,6 @@
 #include "runtime/data/row_format.h"
 
+#include "runtime/base/exception.h"
 #include "runtime/base/strict_json.h"
 #include "runtime/data/line_reader.h"
 
@@ -34,6 +35,10 @@ std::string row_format(const std::filesystem::path& path, const DataOptions& opt
   for (int looked = 0; looked < kMostLines && lines.next(line);) {
     if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
     ++looked;
+    if (!options.skip_bad_records && line[line.find_first_not_of(" \t\r")] == '[')
+      fail_input(lines.where(),
+                 "begins a JSON array: a row is a line with one object; `jq -c '.[]' a.json > a.jsonl` "
+                 "makes such lines");
     const Json row = Json::parse(line, nullptr, /*allow_exceptions=*/false);
     const std::string format =
         row.is_discarded() ? "" : format_of(row, options.jsonl_field, options.pairs == Pairs::only);

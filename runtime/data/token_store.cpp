@@ -43,7 +43,8 @@ void TokenStore::flush() {
     write_exactly(file_, folder_, pending_);
   } catch (const Exception& error) {
     io::Error full = error.error();
-    full.detail = "writing the packed tokens; free some space or give another folder for them";
+    full.detail =
+        "writing the packed tokens; free some space, or name another folder: --storage, else TMPDIR in the environment";
     throw Exception(std::move(full));
   }
   pending_.clear();

@@ -1,5 +1,7 @@
 #include "runtime/data/tokenizer_process.h"
 
+#include <fmt/format.h>
+
 #include <array>
 
 #include "runtime/base/exception.h"
@@ -36,6 +38,16 @@ PythonProcess::Job job_of(const DataOptions& options) {
 }
 
 }  // namespace
+
+void expect_tokenizer(const DataOptions& options) {
+  if (!options.tokenizer.empty() || options.other_tokenizer.empty()) return;
+  const std::string folder = options.other_tokenizer.parent_path().string();
+  fail_input(folder,
+             fmt::format("has {0}, but no tokenizer.json, which is what is read here. python3 -c \"from transformers "
+                         "import AutoTokenizer as T; T.from_pretrained('{1}').save_pretrained('{1}')\" writes one; "
+                         "--tokenizer bytes takes each byte for a token",
+                         printable(options.other_tokenizer.filename().string()), printable(folder, 500)));
+}
 
 TokenizerProcess::TokenizerProcess(const DataOptions& options) : process_(job_of(options)) {
   Greeting greeting{};

@@ -11,6 +11,10 @@
 
 namespace tierflow {
 
+// Throws Exception (kind input) if text would be taken for bytes though the model has a tokenizer, in another form than
+// tokenizer.json.
+void expect_tokenizer(const DataOptions& options);
+
 struct TextPiece {
   std::string text;  // valid UTF-8
   bool ends_document = false;

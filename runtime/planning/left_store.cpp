@@ -83,6 +83,24 @@ std::string whose(const json& note, const fs::path& state) {
   return text;
 }
 
+// ": A, B", where the note names the folders of the state.
+std::string folders_in(const json& note) {
+  const json folders = note.value("folders", json());
+  std::string text;
+  for (const json& folder : folders.is_array() ? folders : json::array())
+    if (folder.is_string()) text += (text.empty() ? ": " : ", ") + printable(folder.get<std::string>());
+  return text;
+}
+
+bool is_of_another_user(int error_number) {
+  return error_number == EACCES || error_number == EPERM;
+}
+
+[[noreturn]] void refuse_another_user(const fs::path& state) {
+  fail(io::ErrorKind::environment, state.string(),
+       "this user may not read it: run as the user who trained, or change the owner of its folder and files");
+}
+
 // Of the store that has a part in these folders: how many of them have one, and how many folders it lies in.
 struct Parts {
   std::size_t found = 0, all = 0;
@@ -147,12 +165,15 @@ LeftStore find_left_store(const Folders& storage, Held held) {
   LeftStore left;
   for (const fs::path& folder : storage) {
     const fs::path state = folder / (io::VolumeOptions{}.name + ".tfv");
-    std::error_code ignored;
-    if (left.there || !fs::exists(fs::symlink_status(state, ignored))) continue;
+    std::error_code unknown;
+    const bool there = fs::exists(fs::symlink_status(state, unknown));
+    if (is_of_another_user(unknown.value())) refuse_another_user(state);
+    if (left.there || !there) continue;
     left.there = true;
     left.state = state;
     auto contents = contents_of(storage, held);
     const io::Error why = contents.ok() ? io::Error{} : contents.error();
+    if (is_of_another_user(why.error_number)) refuse_another_user(state);
     if (why && (why.kind == io::ErrorKind::locked || why.kind == io::ErrorKind::io)) throw Exception(why);
     const Parts parts = why ? parts_in(storage) : Parts{};
     if (why) refuse_other_folders(storage, parts, folder, state);
@@ -186,7 +207,8 @@ LeftStore find_left_store(const Folders& storage, Held held) {
               : fmt::format("holds the state after step {} of {}: {} writes it as a model folder, --fresh discards it",
                             left.step, left.owner, export_command(storage));
     } else if (parts.found != parts.all && !left.empty) {
-      left.line = fmt::format("is part of a state over {} folders of {}: name all of them", parts.all, left.owner);
+      left.line = fmt::format("is part of a state over {} folders of {}: name all of them{}", parts.all, left.owner,
+                              folders_in(note));
     } else {
       left.line = fmt::format(
           "was left by {}, which ended early, and nothing can be got out of it ({}): --fresh discards it", left.owner,

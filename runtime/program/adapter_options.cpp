@@ -180,7 +180,7 @@ AdapterConfig galore_config(const TrainOptions& o) {
   return with_layers_of(o.lora, o.galore);
 }
 
-void check_adapter(const TrainOptions& o) {
+void check_adapter(const TrainOptions& o, const std::string& given_first) {
   const AdapterConfig none = TrainOptions().lora;
   const bool given = !(o.lora == none), galore = o.method == "galore";
   const bool of_adapters = galore ? !(o.lora == with_layers_of(o.lora, none)) : given;
@@ -188,7 +188,7 @@ void check_adapter(const TrainOptions& o) {
       (of_adapters || !o.adapter.empty() || o.merge || (o.base_precision != "bf16" && o.base_precision != kOwnFormat) ||
        o.loraplus_lr_ratio != 1))
     fail_usage(galore ? "of the options of adapters, --method galore takes those that name layers and their ranks"
-                      : "options of adapters are for --method lora");
+                      : given_first + " is for adapters: give --method lora too");
   if (!galore && !(o.galore == TrainOptions().galore))
     fail_usage("--rank, --update-gap and --scale are for --method galore");
   if (galore && o.galore.windows.scale == 0)

@@ -118,6 +118,7 @@ void CommandLine::apply(std::vector<std::string> words) {
   if (!impl_->config_file.empty())
     impl_->table.apply(read_config_file(impl_->config_file, impl_->table), impl_->config_file);
   impl_->table.apply(impl_->values, "");
+  impl_->table.check_written(impl_->config_file);
 }
 
 }  // namespace tierflow

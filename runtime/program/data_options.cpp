@@ -14,6 +14,15 @@ namespace {
 
 using OrderedJson = nlohmann::ordered_json;
 
+// What a model's folder has of a tokenizer that is not in tokenizer.json; empty: nothing.
+std::filesystem::path other_tokenizer(const std::filesystem::path& model) {
+  if (model.empty()) return {};
+  for (const char* name : {"tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "vocab.json",
+                           "vocab.txt", "tokenizer_config.json"})
+    if (std::error_code ignored; std::filesystem::exists(model / name, ignored)) return model / name;
+  return {};
+}
+
 DataOptions common_data_options(const DataChoice& o, const ModelSpec& spec, const std::filesystem::path& folder) {
   DataOptions data;
   data.paths = o.data;
@@ -23,6 +32,7 @@ DataOptions common_data_options(const DataChoice& o, const ModelSpec& spec, cons
     const auto candidate = o.model / "tokenizer.json";
     std::error_code ignored;
     if (!o.model.empty() && std::filesystem::exists(candidate, ignored)) data.tokenizer = candidate;
+    if (data.tokenizer.empty()) data.other_tokenizer = other_tokenizer(o.model);
   } else if (o.tokenizer != "bytes") {
     data.tokenizer = o.tokenizer;
   }
@@ -118,7 +128,7 @@ OptionTable data_table(const std::string& command, DataCommandOptions& o) {
   table.group(kResult);
   table.flag("json", o.json, "print results as JSON and nothing else");
   if (command == "prepare") {
-    table.path("out", o.out, "FILE.tfd", "write the prepared rows there too: a file that --data takes");
+    table.written("out", o.out, "FILE.tfd", "write the prepared rows there too: a file that --data takes");
   } else {
     table.integer("examples", o.examples, 1, "sequences to show; --examples may be left out");
     table.seed("seed", o.seed, "of the shuffle, as in training");

@@ -94,7 +94,7 @@ OptionTable generate_table(GenerateOptions& o) {
   table.integer("sequence-length", o.sequence_length, 16, "tokens of a prompt that are computed at once at most",
                 kMostTokens);
   table.group(kResult);
-  table.path("log-json", o.log_json, "FILE", "write the summary there as JSON");
+  table.written("log-json", o.log_json, "FILE", "write the summary there as JSON");
   table.flag("json", o.json, "print one JSON object a prompt and nothing else");
   return table;
 }

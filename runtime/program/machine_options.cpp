@@ -56,6 +56,7 @@ void add_machine_rows(OptionTable& table, RunOptions& o) {
 }
 
 void check_machine(const RunOptions& o) {
+  if (o.fresh && o.storage.empty()) fail_usage("--fresh is for --storage: no state lies anywhere else");
   check_storage(o);
   check_threads(o.threads);
 }

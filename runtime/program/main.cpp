@@ -1,5 +1,6 @@
 // The program `tierflow`. Errors are one line on standard error; the exit code is that of docs/errors.md.
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -203,7 +204,21 @@ int code_of_command(int argc, char** argv) {
 }  // namespace
 }  // namespace tierflow
 
+namespace {
+
+// Where a standard stream is closed, the next file or socket would get its number, and what is printed would go there.
+// Writing to what takes its place is still an error.
+void occupy_standard_streams() {
+  int taken = 0;
+  do taken = open("/dev/null", O_RDONLY);
+  while (taken >= 0 && taken <= STDERR_FILENO);
+  if (taken >= 0) close(taken);
+}
+
+}  // namespace
+
 int main(int argc, char** argv) {
+  occupy_standard_streams();
   const int code = tierflow::code_of_command(argc, argv);
 #ifdef __SANITIZE_ADDRESS__
   return code;  // leaks are looked for after destructors

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <filesystem>
 
 #include "runtime/base/edit_distance.h"
@@ -33,12 +34,19 @@ void OptionTable::path(const std::string& name, std::filesystem::path& value, co
   add({.name = name,
        .value_name = value_name,
        .help = help,
+       .path = true,
        .set =
            [&value, name](const auto& words) {
              if (words[0].empty()) fail_option(name, "is empty");
              value = words[0];
            },
        .get = [&value] { return value.empty() ? OrderedJson() : OrderedJson(value.string()); }});
+}
+
+void OptionTable::written(const std::string& name, std::filesystem::path& value, const std::string& value_name,
+                          const std::string& help) {
+  path(name, value, value_name, help);
+  rows_.back().written = true;
 }
 
 void OptionTable::paths(const std::string& name, std::vector<std::filesystem::path>& value, bool commas,
@@ -48,6 +56,7 @@ void OptionTable::paths(const std::string& name, std::vector<std::filesystem::pa
        .help = help,
        .most = 1 << 20,
        .commas = commas,
+       .path = true,
        .set =
            [&value, name](const auto& words) {
              value.assign(words.begin(), words.end());
@@ -195,14 +204,63 @@ void OptionTable::apply(const OptionValues& values, const std::string& where) co
                               : "needs a value");
       for (const std::string& word : words)
         if (const std::size_t bad = find_invalid_utf8(word); bad != std::string::npos)
-          fail_option(name, fmt::format("is \"{}\", which is not UTF-8 from byte {} on: rename the file, or name it "
-                                        "through a link",
-                                        printable(word), bad));
+          fail_option(name, fmt::format("is \"{}\", which is not UTF-8 from byte {} on{}", printable(word), bad,
+                                        row->path ? ": rename the file, or name it through a link" : ""));
       row->set(words);
     }
   } catch (const Exception& error) {
     if (where.empty()) throw;
     fail_input(where, error.error().detail);
+  }
+}
+
+namespace {
+
+namespace fs = std::filesystem;
+
+std::vector<fs::path> paths_in(const OptionRow& row) {
+  if (!row.path) return {};
+  const OrderedJson value = row.get();
+  std::vector<fs::path> paths;
+  for (const OrderedJson& path : value.is_array() ? value : OrderedJson::array({value}))
+    if (path.is_string()) paths.emplace_back(path.get<std::string>());
+  return paths;
+}
+
+bool is_same_file(const fs::path& a, const fs::path& b) {
+  std::error_code error;
+  if (fs::equivalent(a, b, error)) return true;
+  const fs::path full_a = fs::weakly_canonical(a, error), full_b = fs::weakly_canonical(b, error);
+  return !full_a.empty() && full_a == full_b;
+}
+
+// Whether `file` exists in that folder, and is of a kind that models and adapters consist of.
+bool is_file_of_model(const fs::path& file, const fs::path& folder) {
+  constexpr std::array<std::string_view, 6> kKinds = {".safetensors", ".json", ".jinja", ".model", ".txt", ".py"};
+  std::error_code error;
+  return fs::exists(file, error) && is_same_file(fs::absolute(file, error).parent_path(), folder) &&
+         std::ranges::find(kKinds, file.extension().string()) != kKinds.end();
+}
+
+}  // namespace
+
+void OptionTable::check_written(const std::string& config_file) const {
+  std::vector<std::pair<std::string, fs::path>> named;
+  for (const OptionRow& row : rows_)
+    for (fs::path& path : paths_in(row)) named.emplace_back(row.name, std::move(path));
+  if (!config_file.empty()) named.emplace_back("config-file", config_file);
+  for (const auto& [name, file] : named) {
+    if (name == "config-file" || !find(name)->written) continue;
+    const auto refuse = [&](const std::string& why) {
+      fail_option(name,
+                  fmt::format("is {}, {}: it would be overwritten; name another file", printable(file.string()), why));
+    };
+    for (const auto& [other, path] : named) {
+      if (other == name) continue;
+      if (is_same_file(file, path)) refuse(fmt::format("which --{} names too", other));
+      if ((other == "model" || other == "adapter") && is_file_of_model(file, path))
+        refuse(fmt::format("a file of --{}", other));
+    }
   }
 }
 

@@ -19,6 +19,8 @@ struct OptionRow {
   int least = 1, most = 1;  // values
   bool commas = false;      // values may be joined by commas
   bool shown = true;        // part of the effective configuration
+  bool path = false;        // of files or folders
+  bool written = false;     // a path of a file that the command writes
   std::function<void(const std::vector<std::string>&)> set;
   std::function<nlohmann::ordered_json()> get;
 };
@@ -30,6 +32,9 @@ class OptionTable {
   void text(const std::string& name, std::string& value, const std::string& help);
   void path(const std::string& name, std::filesystem::path& value, const std::string& value_name,
             const std::string& help);
+  // Of a file that the command writes.
+  void written(const std::string& name, std::filesystem::path& value, const std::string& value_name,
+               const std::string& help);
   void paths(const std::string& name, std::vector<std::filesystem::path>& value, bool commas, const std::string& help);
   // A size of at least one byte, or "auto", which is 0.
   void bytes(const std::string& name, std::uint64_t& value, const std::string& help);
@@ -56,6 +61,9 @@ class OptionTable {
   std::string suggestion(const std::string& name) const;
   // Sets what `values` names; `where` (a file, or empty) goes into errors.
   void apply(const OptionValues& values, const std::string& where) const;
+  // Throws Exception (kind usage) if a file that the command writes is named by another option too, or is a file of the
+  // model or adapter that it reads. config_file: that of --config-file, or empty.
+  void check_written(const std::string& config_file) const;
   nlohmann::ordered_json effective() const;
 
  private:

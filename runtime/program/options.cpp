@@ -28,7 +28,7 @@ void add_run_rows(OptionTable& table, RunOptions& o) {
   table.integer("sequence-length", o.sequence_length, 2, "tokens in a sequence", kMostTokens);
   table.integer("micro-batch", o.micro_batch, 1, "sequences that go through a layer together", kMostTokens);
   table.group(kResult);
-  table.path("log-json", o.log_json, "FILE", "write one JSON object a step there, and a summary");
+  table.written("log-json", o.log_json, "FILE", "write one JSON object a step there, and a summary");
   table.flag("json", o.json, "print results as JSON and nothing else");
 }
 
@@ -146,8 +146,8 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
              "where the drive cannot read the newest generation of that state, go on with the one before it");
   table.for_one_run();
   table.flag("no-export", o.no_export, "leave the result in the store");
-  table.path("trace", o.trace, "FILE",
-             "write there when each task of the first steps ran, for https://ui.perfetto.dev");
+  table.written("trace", o.trace, "FILE",
+                "write there when each task of the first steps ran, for https://ui.perfetto.dev");
 }
 
 OptionTable init_table(InitOptions& o) {
@@ -204,10 +204,10 @@ OptionTable eval_table(EvalOptions& o) {
   add_base_precision(table, o.base_precision);
   table.group(kEvaluation);
   table.integer("max-sequences", o.max_sequences, 0, "sequences to evaluate at most; 0: all");
-  table.path("per-document", o.per_document, "FILE",
-             "file for the loss and accuracy of each row of the data, as lines of JSON; not for text");
-  table.path("teacher-out", o.teacher_out, "FILE",
-             "file for the most likely tokens of each position: what `tierflow train --distill` learns from");
+  table.written("per-document", o.per_document, "FILE",
+                "file for the loss and accuracy of each row of the data, as lines of JSON; not for text");
+  table.written("teacher-out", o.teacher_out, "FILE",
+                "file for the most likely tokens of each position: what `tierflow train --distill` learns from");
   table.integer("teacher-top", o.teacher_top, 1, "tokens of each position there", 65536);
   return table;
 }
@@ -228,6 +228,17 @@ void check_tokens(const RunOptions& o, std::int64_t micro_batches, std::int64_t 
 void check_sizes(const RunOptions& o, std::int64_t micro_batches, std::int64_t each) {
   check_machine(o);
   check_tokens(o, micro_batches, each);
+}
+
+// "--name" of the first option under that heading that is not as `table_of` makes it of new Options; empty: none.
+template <class Options>
+std::string first_given(const OptionTable& table, OptionTable (*table_of)(Options&), const std::string& group) {
+  Options none;
+  const OptionTable of_none = table_of(none);
+  for (const OptionRow& row : table.rows())
+    if (row.group == group && row.name != "method" && row.get() != of_none.find(row.name)->get())
+      return "--" + row.name;
+  return {};
 }
 
 }  // namespace
@@ -305,7 +316,7 @@ TrainOptions parse_train(const std::vector<std::string>& words) {
     fail_usage("--max-new-tokens is for --sample-every");
   if ((options.resume || options.go_back) && options.storage.empty())
     fail_usage("--resume and --go-back need --storage: the state lies there");
-  check_adapter(options);
+  check_adapter(options, first_given(table, train_table, "Adapters"));
   keep_family(options.read_as, options.adapter);
   if (options.method == "lora" && !options.config.empty())
     fail_usage("--method lora needs --model: the adapters of --config's random weights are of use to nobody");
@@ -322,7 +333,7 @@ PlanOptions parse_plan(const std::vector<std::string>& words) {
   check_loss(options);
   check_sizes(options, options.micro_batches, sequences_in_one(options));
   if (options.model.empty() == options.config.empty()) fail_usage("`tierflow plan` needs either --model or --config");
-  check_adapter(options);
+  check_adapter(options, first_given(table, plan_table, "Adapters"));
   keep_family(options.read_as, options.adapter);
   return options;
 }

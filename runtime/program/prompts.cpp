@@ -51,6 +51,10 @@ OrderedJson read_prompts(const std::filesystem::path& path, const PromptForm& fo
   const std::string file = path.string();
   std::string text = read_text(path, kLargestPrompts);
   if (text.starts_with(kUtf8Mark)) text.erase(0, kUtf8Mark.size());
+  if (path.extension() == ".json")
+    fail_input(file,
+               "is JSON: prompts are lines of text, or objects in lines of a file that ends in .jsonl "
+               "(`jq -c '.[]' a.json > a.jsonl`)");
   const bool rows = path.extension() == ".jsonl";
   std::size_t number = 0;
   for (std::size_t begin = 0; begin < text.size(); ++number) {

@@ -144,7 +144,7 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
   log.say(fmt::format("device memory {} at most, budget {}; host memory {}, budget {}; process {} at most",
                       human_bytes(memory.device_peak), human_bytes(memory.device_budget), human_bytes(memory.host_used),
                       human_bytes(memory.host_budget), human_bytes(resident_set_peak())));
-  log.say(fmt::format("moved: storage {} read, {} written; {} to the device, {} from it; {} updated",
+  log.say(fmt::format("moved by the steps: storage {} read, {} written; {} to the device, {} from it; {} updated",
                       moved("disk_read"), moved("disk_write"), moved("upload"), moved("download"), moved("update")));
   if (has_experts)
     log.say(
@@ -158,7 +158,7 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
                         human_bytes(static_cast<std::uint64_t>(embedding.bytes / static_cast<double>(log.steps()))),
                         100 * share));
   if (storage.is_object())
-    log.say(fmt::format("storage wrote {:.3g} TB in this run, {:.3g} TB a step",
+    log.say(fmt::format("storage wrote {:.3g} TB in this run with loading and commits, {:.3g} TB a step",
                         1e-12 * static_cast<double>(session.bytes_written()), log.terabytes_a_step()));
   if (log.speculative_steps() + log.undone_steps() > 0)
     log.say(fmt::format("{} steps updated ahead of the norm, {} of them were undone: it clipped",

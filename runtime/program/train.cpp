@@ -314,6 +314,7 @@ class Training {
     const auto begun = std::chrono::steady_clock::now();
     const std::uint64_t before = session_->bytes_written();
     session_->begin_with_gradient(batches);
+    log_.no_step_moved_that(*session_);
     if (session_->waits_for_gradient()) {
       if (stop_signal() != 0) return false;
       log_.say(fmt::format("the gradient of step {} is not finite: no projections are made of it", step + 1));

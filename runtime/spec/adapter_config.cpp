@@ -274,6 +274,8 @@ AdapterConfig read_adapter_config(const std::filesystem::path& folder) {
   if (!std::filesystem::is_directory(folder, ignored))
     fail_input(folder.string(), "is no folder; give the one that holds adapter_config.json");
   const std::filesystem::path path = folder / name;
+  if (std::filesystem::symlink_status(path, ignored).type() == std::filesystem::file_type::not_found)
+    fail_input(path.string(), "does not exist: adapters are a folder as PEFT writes it");
   const AdapterConfig config =
       parse_adapter_config(read_text(open_beneath(folder, name), path, 1 << 20), path.string());
   if (config.init != AdapterInit::standard) fail_input(path.string(), of_changed_base(adapter_init_name(config)));

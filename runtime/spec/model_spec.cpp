@@ -172,6 +172,8 @@ void expect_model_folder(const std::filesystem::path& folder) {
                          (is_hub_name(text) ? ". `hf download " + text + " --local-dir " + folder.filename().string() +
                                                   "` fetches it from the Hugging Face Hub, if it is a name there"
                                             : std::string()));
+  if (std::filesystem::exists(folder, unknown) && !std::filesystem::is_directory(folder, unknown))
+    fail_input(text, "is a file; a model is a folder with config.json and safetensors");
   if (std::filesystem::is_directory(folder, unknown) && !std::filesystem::exists(folder / "config.json", unknown) &&
       !unknown)
     fail_input(text, "has no config.json: a model is a folder with config.json and safetensors");

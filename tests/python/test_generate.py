@@ -276,7 +276,7 @@ def test_what_cannot_be_answered_is_one_line(chat):
     (chat / "model" / "chat_template.jinja").unlink()
     assert "without a chat template" in refused(*model, "--prompt", "a", "--chat", code=3)
     (chat / "model" / "tokenizer.json").unlink()
-    assert "needs the model's tokenizer" in refused(*model, "--prompt", "a", "--chat", code=3)
+    assert "but no tokenizer.json" in refused(*model, "--prompt", "a", "--chat", code=3)
 
 
 def test_an_interrupted_generation_prints_what_it_has(chat):

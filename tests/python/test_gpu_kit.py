@@ -122,7 +122,8 @@ def test_what_steps_measure_is_in_their_records(rehearsed):
     assert {(line["copy"], line["depth"]) for line in lines if "copy" in line} == {(way, depth) for way in ("up", "down", "gradient down, mapped", "gradient down in slots", "both") for depth in (1, 2)}
     assert all(line["gb_s"] > 0 for line in lines if "copy" in line)
     beside = [line for line in lines if "beside" in line]
-    assert [(line["beside"], line.get("moments")) for line in beside] == [("gradient download, mapped", None), ("gradient download in slots", None), ("update on the device", "8 bits"), ("update on the device", "bf16")]
+    assert [(line["beside"], line.get("moments")) for line in beside] == [("gradient download, mapped", None), ("gradient download in slots", None),
+                                                                          ("gradient download in slots, measured", None), ("update on the device", "8 bits"), ("update on the device", "bf16")]
     for line in beside:
         rate = "gb_s" if line["beside"].startswith("gradient download") else "elements_g_s"
         assert all(line[f"{what}_{when}"] > 0 for what in (rate, "tflops") for when in ("alone", "beside"))

@@ -164,7 +164,7 @@ def test_what_a_terminal_shows_fits_it(work):  # noqa: F811
     os.close(mine)
     assert process.wait() == 0
     lines = re.split(r"[\r\n]+(?:\x1b\[K)?", shown.decode())
-    assert any("step 3/3" in line for line in lines) and any(line.startswith("moved: storage") for line in lines)
+    assert any("step 3/3" in line for line in lines) and any(line.startswith("moved by the steps: storage") for line in lines)
     assert not [line for line in lines if len(line) > 72 and " " in line]
 
 

@@ -114,7 +114,6 @@ TEST_F(Rows, TheFirstRowTellsTheFormat) {
                                       {R"({"chosen":"a","rejected":"b"})", "preference"},
                                       {R"({"chosen":"a"})", "text"},
                                       {"\n \t\r\n{\"messages\":[]}\n{\"input_ids\":[]}", "messages"},
-                                      {"[1]", "text"},
                                       {"", "text"}})
     EXPECT_EQ(format(row), expected) << row;
   options_.pairs = Pairs::only;
@@ -131,6 +130,7 @@ TEST_F(Rows, TheFirstRowTellsTheFormat) {
     return text;
   };
   EXPECT_EQ(format(junk(1) + row), "text");
+  expect_refusal(io::ErrorKind::input, {":2: begins a JSON array"}, [&] { format("\n [\n" + row + "]\n"); });
   options_.skip_bad_records = true;
   EXPECT_EQ(format(junk(999) + row), "messages");
   EXPECT_EQ(format(junk(1000) + row), "text");

@@ -123,7 +123,8 @@ TEST(AdapterOptions, NumbersAreHeldToTheirLimits) {
 TEST(AdapterOptions, WhatContradictsItselfIsRefused) {
   for (const Words& words : {Words{"--lora-rank", "4"}, Words{"--adapter", "a"}, Words{"--merge"},
                              Words{"--base-precision", "nf4"}, Words{"--loraplus-lr-ratio", "2"}, Words{"--use-dora"}})
-    expect_refusal(io::ErrorKind::usage, {"options of adapters are for --method lora"}, [&] { parse(words); });
+    expect_refusal(io::ErrorKind::usage, {words.front() + " is for adapters: give --method lora too"},
+                   [&] { parse(words); });
   for (const Words& words : {Words{"--trainable", "x"}, Words{"--freeze", "x"}, Words{"--trainable-layers", "1"}})
     expect_refusal(io::ErrorKind::usage, {"--trainable, --freeze and --trainable-layers are for --method full"},
                    [&] { lora(words); });

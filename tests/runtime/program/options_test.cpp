@@ -361,7 +361,7 @@ TEST_F(ConfigFile, TheCommandLineWins) {
 }
 
 TEST_F(ConfigFile, WhatWasMeantForOneRunIsNotRepeated) {
-  const TrainOptions o = parse("once.json", R"({"fresh": true, "steps": 3})", needed);
+  const TrainOptions o = parse("once.json", R"({"fresh": true, "steps": 3, "storage": "x"})", needed);
   EXPECT_TRUE(o.fresh);
   const std::string text = effective_configuration(o);
   EXPECT_EQ(text.find("fresh"), std::string::npos);
