@@ -1,11 +1,14 @@
 #include "bindings/convert.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <deque>
 #include <map>
 #include <mutex>
 
+#include "bindings/named.h"
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/safetensors.h"
 
@@ -20,7 +23,7 @@ struct ErrorClass {
   PyObject* also;  // the built-in exception that fits as well
 };
 
-// Options of the program, as the package spells them.
+// A line of the program, as the package spells it: options by their names in Python, and this process as such.
 std::string in_python(std::string text) {
   static const std::pair<const char*, const char*> kSpelled[] = {
       {"a smaller --micro-batch or --sequence-length needs less", "streamed blocks that are smaller need less"},
@@ -33,9 +36,17 @@ std::string in_python(std::string text) {
       {"--device-memory", "Budget(device=...) of"},
       {"--allow-any-filesystem", "Budget(allow_any_filesystem=True)"},
       {"--allow-buffered", "Budget(allow_any_filesystem=True)"},
-      {"--storage", "Budget(storage=[...])"}};
+      {"--storage", "Budget(storage=[...])"},
+      {"--micro-batches", "micro_batches"},
+      {"--micro-batch", "micro_batch"},
+      {"--sequence-length", "sequence_length"},
+      {"--go-back", "Budget(go_back=True)"}};
   for (const auto& [from, to] : kSpelled)
     if (const auto at = text.find(from); at != std::string::npos) text.replace(at, std::strlen(from), to);
+  const std::string own = "process " + std::to_string(::getpid()) + " holds it";
+  if (const auto at = text.find(own); at != std::string::npos)
+    text.replace(at, own.size(),
+                 "this process holds it: first give it back with tierflow.close(model), or close() of its Session");
   return text;
 }
 
@@ -126,45 +137,32 @@ std::vector<UnitSpec> units_of(const py::list& units) {
     }
     result.push_back(std::move(spec));
   }
+  if (result.empty()) fail_usage("the module has no parameters: there is nothing that could stream");
   return result;
 }
 
 StreamerOptions options_of(const py::dict& options) {
   StreamerOptions result;
-  for (const auto& [key, value] : options) {
-    const auto name = py::cast<std::string>(key);
-    if (name == "device") {
-      result.device = py::cast<std::string>(value);
-    } else if (name == "device_memory") {
-      result.device_memory = py::cast<std::uint64_t>(value);
-    } else if (name == "workspace_share") {
-      result.workspace_share = py::cast<double>(value);
-    } else if (name == "host_memory") {
-      result.host_memory = py::cast<std::uint64_t>(value);
-    } else if (name == "storage") {
-      for (const auto& folder : py::cast<std::vector<std::string>>(value)) result.storage.emplace_back(folder);
-    } else if (name == "precision") {
-      result.precision = parse_precision(py::cast<std::string>(value));
-    } else if (name == "allow_buffered") {
-      result.allow_buffered = py::cast<bool>(value);
-    } else if (name == "allow_any_filesystem") {
-      result.allow_any_filesystem = py::cast<bool>(value);
-    } else if (name == "seed") {
-      result.seed = py::cast<std::uint64_t>(value);
-    } else if (name == "chunk_elements") {
-      result.chunk_elements = py::cast<std::uint64_t>(value);
-    } else if (name == "durable") {
-      result.durable = py::cast<bool>(value);
-    } else if (name == "go_back") {
-      result.go_back = py::cast<bool>(value);
-    } else if (name == "run") {
-      result.run = py::cast<std::string>(value);
-    } else if (name == "chaos_seed") {
-      result.chaos_seed = py::cast<std::uint64_t>(value);
-    } else {
-      fail_usage("unknown option " + name);
-    }
-  }
+  Named named(options);
+  std::vector<std::string> storage;
+  std::string precision = precision_name(result.precision);
+  named.take("device", result.device);
+  named.take("device_memory", result.device_memory);
+  named.take("workspace_share", result.workspace_share);
+  named.take("host_memory", result.host_memory);
+  named.take("storage", storage);
+  named.take("precision", precision);
+  named.take("allow_buffered", result.allow_buffered);
+  named.take("allow_any_filesystem", result.allow_any_filesystem);
+  named.take("seed", result.seed);
+  named.take("chunk_elements", result.chunk_elements);
+  named.take("durable", result.durable);
+  named.take("go_back", result.go_back);
+  named.take("run", result.run);
+  named.take("chaos_seed", result.chaos_seed);
+  named.expect_no_more();
+  result.storage.assign(storage.begin(), storage.end());
+  result.precision = parse_precision(precision);
   return result;
 }
 

@@ -56,6 +56,7 @@ AdapterConfig adapter_of(const py::dict& options, bool galore) {
   named.take("exclude", config.exclude);
   named.take("layers", config.layers);
   named.expect_no_more();
+  if (config.targets == std::vector<std::string>{"all-linear"}) config.targets.clear();
   return config;
 }
 
@@ -128,8 +129,15 @@ Wanted wanted_of(const std::string& model, const py::dict& options) {
   session.allow_any_filesystem = session.allow_buffered = any_filesystem;
   if (!precision.empty()) session.precision = parse_precision(precision);
   session.loss = loss_of(loss);
+  if (wanted.method != "full" && wanted.method != "lora" && wanted.method != "galore")
+    fail_usage("the method \"" + wanted.method + "\" is none of full, lora, galore");
   if (wanted.method == "full" && !adapters.empty())
     fail_usage("adapters= is for method=\"lora\" or \"galore\"; without method= every weight is trained");
+  if (wanted.method != "lora" && (!wanted.adapter.empty() || wanted.base_precision != "bf16"))
+    fail_usage(std::string(wanted.adapter.empty() ? "base_precision=" : "adapter=") +
+               " is for method=\"lora\", whose base is not trained");
+  if (!wanted.adapter.empty() && !adapters.empty())
+    fail_usage("adapter= names a folder that has its own settings: leave out adapters=");
   wanted.adapters = adapter_of(adapters, wanted.method == "galore");
   return wanted;
 }
@@ -142,8 +150,6 @@ Model model_of(const Wanted& wanted) {
                                    : with_adapters(model, wanted.adapter);
   } else if (wanted.method == "galore") {
     model = with_adapters(model, wanted.adapters, wanted.session.seed);
-  } else if (wanted.method != "full") {
-    fail_usage("the method \"" + wanted.method + "\" is none of full, lora, galore");
   }
   return wanted.session.loss.pairs() ? without_dropout(model) : model;
 }
@@ -247,9 +253,10 @@ class PythonSession {
       session_->commit();
     drop();
   }
-  py::dict step(const std::vector<py::dict>& given, std::optional<double> lr) {
+  py::dict step(const std::vector<py::dict>& given, const py::object& lr) {
     const std::vector<MicroBatch> batches = micro_batches_of(given);
-    const double rate = lr.value_or(schedule_.after(session().steps()));
+    const double rate = value_of<std::optional<double>>("lr", lr).value_or(schedule_.after(session().steps()));
+    check_schedule({.lr = rate});
     StepResult step;
     {
       const py::gil_scoped_release released;

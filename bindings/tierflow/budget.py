@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import os
 import re
 from collections.abc import Sequence
@@ -15,14 +16,33 @@ UNCONVERTED = {"fp8": "FP8 (tiles of 128 x 128)", "fp8-rows": "FP8 with a scale 
 _UNITS = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
+_MOST = 2**63  # bytes: no machine has so many
+
+
 def parse_size(size: int | str) -> int:
-    """Bytes of a size: an int, or text such as "20GiB", "512 MiB", "1.5TB"."""
-    if isinstance(size, int):
-        return size
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?\s*", size.upper())
-    if match is None or match[2] not in _UNITS:
-        raise _native.UsageError(f"{size!r} is no size: write an int of bytes, or text such as '20GiB'")
-    return int(float(match[1]) * _UNITS[match[2]])
+    """Bytes of a size: an int, or text such as "20GiB", "512 MiB", "1.5TB". Raises UsageError for anything else."""
+    if isinstance(size, numbers.Integral) and not isinstance(size, bool) and 0 <= size < _MOST:
+        return int(size)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?\s*", size.upper()) if isinstance(size, str) else None
+    if match is not None and match[2] in _UNITS and (found := float(match[1]) * _UNITS[match[2]]) < _MOST:
+        return int(found)
+    raise _native.UsageError(f"{size!r} is no size: write an int of bytes, 0 or more, or text such as '20GiB'")
+
+
+def _folders_of(storage: Any) -> list[str]:
+    """The folders of Budget(storage=...). Raises UsageError if one is no folder, or is named twice."""
+    try:
+        folders = [os.fspath(folder) for folder in ([storage] if isinstance(storage, (str, os.PathLike)) else storage)]
+    except TypeError as error:
+        raise _native.UsageError(f"Budget(storage={storage!r}): storage is a list of folders") from error
+    for folder in folders:
+        if not isinstance(folder, str) or not folder:
+            raise _native.UsageError(f"Budget(storage={folders!r}): {folder!r} names no folder")
+        if os.path.exists(folder) and not os.path.isdir(folder):
+            raise _native.UsageError(f"{folder}: Budget(storage=[...]) names folders, and this is a file")
+    if len({os.path.realpath(folder) for folder in folders}) < len(folders):
+        raise _native.UsageError(f"Budget(storage={folders!r}) names a folder twice: name one for each drive")
+    return folders
 
 
 def human(size: float) -> str:
@@ -54,6 +74,7 @@ class Budget:
     durable: True: the files have names, and the state is committed after every optimizer step; a number N: after every N steps. The same script then resumes after
         the process was killed, see tierflow.resume(). Storage holds two copies of what is trained.
     go_back: if the drive cannot read the newest of these two copies, resume from the one before. Without it that is an error, because the drive may be back soon.
+    Raises UsageError, which names the value that cannot be.
     """
 
     device: int | str
@@ -64,14 +85,12 @@ class Budget:
     go_back: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.storage, (str, os.PathLike)):
-            self.storage = [self.storage]
-        self.storage = [os.fspath(folder) for folder in self.storage]
+        self.storage = _folders_of(self.storage)
         self.device = parse_size(self.device)
         self.host = parse_size(self.host)
-        if not 0 <= self.activations < 1:
+        if not isinstance(self.activations, numbers.Real) or not 0 <= self.activations < 1:
             raise _native.UsageError("Budget(activations=...) is a share of the device budget, at least 0 and less than 1")
-        if self.durable < 0 or (self.durable and not self.storage):
+        if not isinstance(self.durable, numbers.Integral) or self.durable < 0 or (self.durable and not self.storage):
             raise _native.UsageError("Budget(durable=...) is True or a number of steps, and takes storage=[...]: folders in which the state survives")
 
     @classmethod
@@ -109,6 +128,10 @@ class Plan:
     estimate: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.budget, Budget):
+            raise _native.UsageError(f"budget is a tierflow.Budget, not {self.budget!r}")
+        if not isinstance(self.micro_batches, numbers.Integral) or not 1 <= self.micro_batches < 2**31:
+            raise _native.UsageError(f"micro_batches is an integer, at least 1, not {self.micro_batches!r}")
         if self.device not in ("cpu", "cuda"):
             raise _native.UsageError(f"device is 'cpu' or 'cuda', not {self.device!r}")
         if self.base_precision not in ("bf16", *UNCONVERTED, "int8", "nf4", "nf4-double"):

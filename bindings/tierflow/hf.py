@@ -42,7 +42,14 @@ class TierflowCallback(TrainerCallback):
         def resuming(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
             last = get_last_checkpoint(trainer.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
             self._resume = Path(last) if last else None
-            return train(resume_from_checkpoint, *args, **kwargs)
+            opt = self._optimizer()
+            if not isinstance(opt, AdamW) or self._resume is None:
+                return train(resume_from_checkpoint, *args, **kwargs)
+            opt.moments_follow = True  # on_train_begin() restores them
+            try:
+                return train(resume_from_checkpoint, *args, **kwargs)
+            finally:
+                opt.moments_follow = False
 
         trainer.train = resuming
 

@@ -43,7 +43,7 @@ def plan(
 
     source: a model folder (config.json), or a module. budget: a Budget, or "auto": a third of the free RAM for the device and half for the host (it does not look
         at a GPU's memory). storage: folders for "auto"; a Budget has its own. options: the other fields of Plan.
-    Raises UsageError if the budget is too small; it names the smallest that works.
+    Raises UsageError if the budget is too small; it names the smallest that works. Also if the module has no parameters.
     """
     if isinstance(budget, str):
         if budget != "auto":
@@ -89,6 +89,8 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
     """
     if isinstance(plan, Budget):
         plan = Plan(budget=plan)
+    if not isinstance(plan, Plan):
+        raise _native.UsageError(f"plan is what tierflow.plan() gives, or a tierflow.Budget, not {plan!r}")
     if isinstance(getattr(module, "_tierflow", None), Engine) or any(isinstance(p, StreamedParameter) for p in module.parameters()):
         raise _native.UsageError("the module streams already")
     check_real(module)

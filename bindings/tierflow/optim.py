@@ -47,6 +47,12 @@ def _check_group(group: dict[str, Any]) -> None:
         raise _native.UsageError(f"AdamW(betas={betas!r}): betas are two numbers, each at least 0 and less than 1")
 
 
+def check_clip(clip: Any) -> None:
+    """Raises UsageError if gradients cannot be clipped to this norm."""
+    if clip is not None and not (_is_number(clip) and clip > 0):
+        raise _native.UsageError(f"clip={clip!r}: clip is a number above 0, or None")
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
@@ -72,6 +78,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         _made.add(self)
         self.journal: Any = None  # what commits the steps of a durable model
+        self.moments_follow = False  # whether load_checkpoint() comes after load_state_dict()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch. Raises UsageError if the group, with the defaults for what it leaves out, has a value that AdamW cannot take; it is not added then."""
@@ -173,7 +180,7 @@ class AdamW(torch.optim.Optimizer):
                 if isinstance(p, StreamedParameter) and self.state[p].get("step", 0) != before.get(p, {}).get("step", 0):
                     self.state[p] = before.get(p, {})  # the count goes with the moments, which stay
                     anew = True
-        if anew:
+        if anew and not self.moments_follow:
             log.warning(
                 "the optimizer's moments are not part of a state_dict: those of streamed parameters, and their step counts, stay as they are here; "
                 "tierflow.load_checkpoint() restores both (under transformers.Trainer, TierflowCallback().attach(trainer) does)"

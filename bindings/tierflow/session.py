@@ -7,12 +7,16 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from . import _native
 from .budget import Budget, parse_size
 from .data import Rows
-from .losses import as_rows, what_follows
+from .micro_batches import as_program
+
+
+def _dictionary(name: str, value: Any) -> dict[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise _native.UsageError(f"{name} takes a dictionary, not {value!r}")
+    return dict(value or {})
 
 
 class Session:
@@ -25,14 +29,15 @@ class Session:
 
     method: "full"; "lora", adapters beside a base that is never written; or "galore", projected gradients (docs/galore.md).
     adapters: a dictionary. For "lora": rank, alpha, dropout, rank_stabilised, dora, targets, exclude, layers, parameters, parameters_alone, saved, init. For "galore":
-        rank, update_gap, scale, targets, exclude, layers. adapter: a PEFT folder to begin with. base_precision: for "lora", how the base is stored.
+        rank, update_gap, scale, targets, exclude, layers. targets: names of linear layers, or "all-linear", the default. adapter: a PEFT folder to begin with. base_precision: for "lora", how the base is stored.
     loss: a dictionary, or the kind alone. kind "cross-entropy", "dpo", "simpo" or "orpo", with beta and gamma; or for distillation top (the number of tokens that the teacher named for
         each position), alpha, ce_alpha and temperature. With "lora", the reference of dpo is the model without its adapters, and each step computes it in its own
         visits. Otherwise each micro-batch brings a `reference`: `log_probabilities` of evaluate() before the first step.
 
-    A micro-batch is a dictionary of tensors [rows, sequence]: `input_ids`, `labels` as in transformers (or `targets`, what each position predicts), and `position_ids`
-    if rows are packed. Pairs may also be [pairs, 2, sequence]. A step takes exactly micro_batches of them, each of at most micro_batch sequences (or pairs) of at most
-    sequence_length tokens.
+    A micro-batch is a dictionary of tensors (or arrays, or lists) [rows, sequence]: `input_ids`, `labels` as in transformers (or `targets`, what each position predicts), and
+    `position_ids` if rows are packed. Pairs may also be [pairs, 2, sequence]. A step takes exactly micro_batches of them, each of at most micro_batch sequences (or pairs) of at
+    most sequence_length tokens. Rows are padded on the right, with labels of -100 there; an `attention_mask` that says so may be given. A micro-batch with another mask, with
+    other keys, without tokens, or of other shapes is refused (UsageError), and the session stays as it was.
 
     lr_schedule: "constant", or "linear" or "cosine", which fall to 0 after `steps`, the steps of the whole run. warmup: steps in which the learning rate rises to lr.
     These are as in `tierflow train`.
@@ -72,31 +77,26 @@ class Session:
         device: str = "cpu",
         allow_any_filesystem: bool = False,
     ) -> None:
-        rule = {"kind": loss} if isinstance(loss, str) else dict(loss or {})
+        if not isinstance(budget, Budget):
+            raise _native.UsageError(f"budget is a tierflow.Budget, not {budget!r}")
+        rule = {"kind": loss} if isinstance(loss, str) else _dictionary("loss", loss)
         self._pairs = rule.get("kind", "cross-entropy") != "cross-entropy"
-        self._folder = os.fspath(folder)
+        self._folder, self._whole_path = os.fspath(folder), os.path.abspath(folder)
         run = {
             "by": "tierflow.Session", "data": data.fingerprint if isinstance(data, Rows) else data, "loss": rule, "micro_batch": micro_batch, "micro_batches": micro_batches,
-            "sequence_length": sequence_length, "seed": seed, "clip": clip, "betas": list(betas), "eps": eps, "weight_decay": weight_decay,
+            "sequence_length": sequence_length, "seed": seed, "clip": clip, "betas": betas, "eps": eps, "weight_decay": weight_decay,
         }  # fmt: skip
         self._native = _native.Session(
             self._folder,
             {
-                "method": method, "adapters": dict(adapters or {}), "adapter": os.fspath(adapter or ""), "base_precision": base_precision, "loss": rule,
+                "method": method, "adapters": _dictionary("adapters", adapters), "adapter": os.fspath(adapter or ""), "base_precision": base_precision, "loss": rule,
                 "device": device, "device_memory": parse_size(budget.device), "host_memory": parse_size(budget.host), "storage": [os.fspath(path) for path in budget.storage],
                 "allow_any_filesystem": allow_any_filesystem, "precision": precision, "clip": clip, "micro_batch": micro_batch * (2 if self._pairs else 1),
                 "micro_batches": micro_batches, "sequence_length": sequence_length, "seed": seed, "train": train, "top": top, "lr": lr, "lr_schedule": lr_schedule,
                 "warmup": warmup, "steps": steps, "betas": betas, "eps": eps, "weight_decay": weight_decay, "commit_every": int(budget.durable) if train else 0,
-                "go_back": budget.go_back, "run": json.dumps(run),
+                "go_back": budget.go_back, "run": json.dumps(run, default=repr),
             },
         )  # fmt: skip
-
-    @staticmethod
-    def _as_program(batch: Mapping[str, Any]) -> dict[str, Any]:
-        given = {name: as_rows(value) if isinstance(value, torch.Tensor) and name in ("input_ids", "labels", "attention_mask") else value for name, value in batch.items()}
-        if "labels" in given and "targets" not in given:
-            given["targets"] = what_follows(given["labels"])
-        return {name: value for name, value in given.items() if name != "labels"}
 
     def step(self, micro_batches: Sequence[Mapping[str, Any]], lr: float | None = None) -> dict[str, Any]:
         """One optimizer step, with the learning rate of the schedule unless lr is given. Returns `loss`, `lr`, `grad_norm`, `skipped`, `tokens`, `seconds`; for pairs also
@@ -104,16 +104,19 @@ class Session:
 
         With "galore", the first step of each window first makes its projectors from the gradient of the same micro-batches.
         """
-        return self._native.step([self._as_program(batch) for batch in micro_batches], lr)
+        return self._native.step(as_program(micro_batches), lr)
 
     def evaluate(self, micro_batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Returns `loss`, `perplexity`, `accuracy` and `tokens` over any number of micro-batches, forward only, as `tierflow eval` does. Up to 32 micro-batches share each
         fetch. For pairs also `log_probabilities` of each row, and, if there is a reference, the preference loss and the rewards. With Session(top=N) also `top`: for each
         micro-batch ids and log-probabilities [tokens, N] of the tokens that are most likely to follow each position."""
-        return self._native.evaluate([self._as_program(batch) for batch in micro_batches])
+        return self._native.evaluate(as_program(micro_batches))
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Writes the model as a Hugging Face folder (copy the tokenizer files yourself), or with "lora" its adapters as a PEFT folder."""
+        """Writes the model as a Hugging Face folder (copy the tokenizer files yourself), or with "lora" its adapters as a PEFT folder. Raises UsageError for the folder that the session
+        was made from, which stays as it is."""
+        if os.path.exists(folder) and os.path.samefile(folder, self._whole_path):
+            raise _native.UsageError(f"{os.fspath(folder)} holds the model that the session was made from: save to another folder")
         bad = self._native.export(os.fspath(folder), self._folder)
         if bad:
             raise _native.NumericError(f"{os.fspath(folder)}: {bad} holds an infinity or a NaN")

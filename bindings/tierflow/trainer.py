@@ -17,7 +17,7 @@ from .ambient import autocast_as, autocast_state
 from .lanes import MicroBatchLane, TurnCall
 from .losses import loss_named, switches
 from .model import engine_of
-from .optim import AdamW
+from .optim import AdamW, check_clip
 from .turns import Frame, Turn
 
 log = logging.getLogger("tierflow")
@@ -59,13 +59,14 @@ class Trainer:
     gradients of tied weights add up in another order, and dropout draws its random numbers layer by layer.
 
     model: a streamed model, or a PEFT model over one. opt: a tierflow.optim.AdamW. loss: a function of (model, micro_batch) that returns the micro-batch's loss, by
-    default `model(**micro_batch).loss`; or "dpo", "simpo" or "orpo" (tierflow.losses). clip: largest global gradient norm; None: no clipping.
+    default `model(**micro_batch).loss`; or "dpo", "simpo" or "orpo" (tierflow.losses). clip: largest global gradient norm, above 0; None: no clipping.
     """
 
     def __init__(
         self, model: nn.Module, opt: AdamW, *, loss: Callable[[nn.Module, Any], torch.Tensor] | str | None = None, clip: float | None = 1.0
     ) -> None:
         self._lanes: list[MicroBatchLane] = []
+        check_clip(clip)
         self.model, self.opt, self.clip = model, opt, clip
         self.engine = engine_of(model)
         named = loss_named(loss) if isinstance(loss, str) else loss

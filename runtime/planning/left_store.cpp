@@ -207,6 +207,7 @@ LeftStore find_left_store(const Folders& storage, Held held) {
               : fmt::format("holds the state after step {} of {}: {} writes it as a model folder, --fresh discards it",
                             left.step, left.owner, export_command(storage));
     } else if (parts.found != parts.all && !left.empty) {
+      left.in_part = true;
       left.line = fmt::format("is part of a state over {} folders of {}: name all of them{}", parts.all, left.owner,
                               folders_in(note));
     } else {

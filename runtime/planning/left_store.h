@@ -23,6 +23,7 @@ struct LeftStore {
   bool empty = false;      // made by a run that commits, and that ended before its first commit
   bool resumable = false;  // SessionOptions::resume can resume from it
   bool streamed = false;   // a Streamer made it, and a durable Streamer can resume from it
+  bool in_part = false;    // it lies in other folders too, which were not named
   bool readable = false;   // it has a committed generation
   std::int64_t step = 0;
   std::uint64_t generation = 0;  // the newest that was committed

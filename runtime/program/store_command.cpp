@@ -156,7 +156,8 @@ int run_status(const StoreCommandOptions& options) {
 int run_verify(const StoreCommandOptions& options) {
   watch_signals();
   const LeftStore left = free_store_in(options.storage);
-  if (!left.readable) fail(io::ErrorKind::corruption, left.state.string(), left.line);
+  if (!left.readable)
+    fail(left.in_part ? io::ErrorKind::usage : io::ErrorKind::corruption, left.state.string(), left.line);
   const StoredModel model = open_stored_model(options.storage);
   const auto begun = Clock::now();
   std::uint64_t bytes = 0;

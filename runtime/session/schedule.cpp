@@ -20,6 +20,7 @@ void check_schedule(const Schedule& schedule) {
   if (!(schedule.lr >= 0) || !std::isfinite(schedule.lr)) fail_usage("a learning rate is a number, 0 or more");
   if (schedule.kind != "constant" && schedule.kind != "linear" && schedule.kind != "cosine")
     fail_usage("the schedule \"" + schedule.kind + "\" is none of constant, linear, cosine");
+  if (schedule.steps < 0) fail_usage("a run has 0 steps or more");
   if (schedule.warmup < 0) fail_usage("a warmup has 0 steps or more");
   if (schedule.kind != "constant" && schedule.steps < 1)
     fail_usage("the schedule \"" + schedule.kind + "\" asks for the steps of the whole run");

@@ -16,7 +16,8 @@ struct Schedule {
   double after(std::int64_t done) const;
 };
 
-// Throws Exception (kind usage) for another kind, a warmup below 0, and if the number of steps is needed and missing.
+// Throws Exception (kind usage) for another kind, a warmup or steps below 0, and if the number of steps is needed and
+// missing.
 void check_schedule(const Schedule& schedule);
 
 }  // namespace tierflow

@@ -140,7 +140,8 @@ class Session {
   // Measures how much memory the stages need, plans the budgets, and loads all weights. With options.resume it verifies
   // and restores the state in options.storage instead. progress: of loading. say: gets a line if a resumed state is
   // copied into chunks of another size. Throws Exception of kind usage (a budget is too small, and the text names the
-  // smallest that works; or the state is another run's), environment (no room on storage), locked, memory, io or
+  // smallest that works; the state is another run's; a number cannot be, such as a clip of 0; or training was asked for
+  // with sequences longer than the model's positions), environment (no room on storage), locked, memory, io or
   // corruption.
   Session(
       Model model, SessionOptions options, AdamW adamw = {}, const Progress& progress = {},

@@ -24,11 +24,19 @@ void Session::Impl::check_batches(const std::vector<MicroBatch>& batches, bool t
   if (train && static_cast<int>(batches.size()) != options.micro_batches)
     wrong("a step takes " + std::to_string(options.micro_batches) + " micro-batches, " +
           std::to_string(batches.size()) + " were given");
-  for (const MicroBatch& batch : batches)
-    if (batch.ids.dim() != 2 || batch.ids.size(0) > options.micro_batch ||
-        batch.ids.size(1) > options.sequence_length || batch.labels.sizes() != batch.ids.sizes())
-      wrong("a micro-batch has ids and labels of at most " + std::to_string(options.micro_batch) + " x " +
-            std::to_string(options.sequence_length) + " tokens");
+  const auto called = [&](std::size_t i) {
+    return "micro-batch " + std::to_string(first + static_cast<std::int64_t>(i));
+  };
+  for (std::size_t i = 0; i < batches.size(); ++i) {
+    const torch::Tensor &ids = batches[i].ids, &labels = batches[i].labels;
+    if (!ids.defined() || !labels.defined() || ids.dim() != 2 || labels.sizes() != ids.sizes() ||
+        ids.size(0) > options.micro_batch || ids.size(1) > options.sequence_length)
+      wrong(called(i) + " is not what the session takes: ids and labels of one shape, of at most " +
+            std::to_string(options.micro_batch) + " x " + std::to_string(options.sequence_length) + " tokens");
+    if (ids.numel() == 0) wrong(called(i) + " has no tokens: leave it out");
+    if (batches[i].teacher_ids.defined() != batches[i].teacher_log_probabilities.defined())
+      wrong(called(i) + " has a teacher's tokens, or their log-probabilities, without the other");
+  }
   for (const MicroBatch& batch : batches)
     if (!batch.lengths.empty() &&
         (static_cast<std::int64_t>(batch.lengths.size()) != batch.ids.size(0) ||
@@ -37,8 +45,7 @@ void Session::Impl::check_batches(const std::vector<MicroBatch>& batches, bool t
             " tokens");
   for (const MicroBatch& batch : batches) batch.documents();        // throws where positions are wrong
   const std::int64_t vocabulary = model->spec().config.vocab_size;  // of layers of one's own nobody knows it
-  for (std::size_t i = 0; i < batches.size() && vocabulary > 0; ++i)
-    check_tokens(batches[i], vocabulary, "micro-batch " + std::to_string(first + static_cast<std::int64_t>(i)));
+  for (std::size_t i = 0; i < batches.size() && vocabulary > 0; ++i) check_tokens(batches[i], vocabulary, called(i));
   if (!train || !options.loss.distills()) return;
   for (const MicroBatch& batch : batches) {
     std::vector<std::int64_t> shape = batch.ids.sizes().vec();

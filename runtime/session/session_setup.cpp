@@ -1,6 +1,7 @@
 // How a session comes to be: measure what a stage needs, arrange the budgets, make the store, fill it.
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "runtime/base/machine.h"
@@ -31,6 +32,24 @@ bool same_adapter(const nlohmann::json& a, const nlohmann::json& b) {
 
 constexpr std::uint64_t kBeyondBudget = 128 << 20;  // what measuring may take where the budget is too small anyway
 
+// Throws Exception (kind usage). positions: those of the model; 0: nobody knows.
+void check_options(const SessionOptions& options, const AdamW& adamw, std::int64_t positions) {
+  if (options.micro_batch < 1 || options.micro_batches < 1 || options.sequence_length < 1)
+    fail_usage("micro_batch, micro_batches and sequence_length are at least 1");
+  if (options.device != "cpu" && options.device != "cuda")
+    fail_usage("device is cpu or cuda, not \"" + options.device + "\"");
+  if (!options.train) return;
+  if (options.sequence_length > positions && positions > 0)
+    fail_usage("sequence_length " + std::to_string(options.sequence_length) + " exceeds the model's " +
+               std::to_string(positions) + " positions");
+  if (options.clip && !(*options.clip > 0)) fail_usage("clip is a number above 0, or none");
+  const auto is_decay = [](double beta) { return beta >= 0 && beta < 1; };
+  if (!is_decay(adamw.beta1) || !is_decay(adamw.beta2)) fail_usage("AdamW's betas are at least 0 and less than 1");
+  const auto is_amount = [](double value) { return value >= 0 && std::isfinite(value); };
+  if (!is_amount(adamw.eps) || !is_amount(adamw.weight_decay))
+    fail_usage("AdamW's eps and weight_decay are numbers, 0 or more");
+}
+
 // Who would rather have the step before than none says so.
 io::Error with_the_way_back(io::Error error, const SessionOptions& options) {
   if (error.kind == io::ErrorKind::io && !options.go_back)
@@ -60,8 +79,7 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
     fail_usage(
         "base_is_reference: a reference that is the base is for dpo with adapters, where nothing else is "
         "trained; give each micro-batch its reference instead");
-  if (options.micro_batch < 1 || options.micro_batches < 1 || options.sequence_length < 1)
-    fail_usage("--micro-batch, --micro-batches and --sequence-length are at least 1");
+  check_options(options, adamw, model->spec().config.max_positions);
   if (options.train && has_experts_on_demand(model->spec()))
     fail_usage("a model with experts on demand is not trained");
   SessionOptions planned = options;

@@ -143,4 +143,4 @@ def test_a_state_of_two_folders_names_both(work):
     run(work, *TRAIN, "--storage", "a,b", "--no-export", *small("--allow-buffered", "--allow-any-filesystem", "--host-memory", str(64 * MIB)))
     (work / "b").rename(work / "c")
     done = run(work, "verify", "a", ok=False)
-    assert f"name all of them: {work}/a, {work}/b" in the_error(done.stderr)
+    assert f"name all of them: {work}/a, {work}/b" in the_error(done.stderr) and done.returncode == 2

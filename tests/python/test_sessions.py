@@ -53,6 +53,132 @@ def test_a_refused_batch_leaves_the_session_as_it_was(work, tmp_path):
         session.save(tmp_path / "out")
 
 
+IDS = torch.arange(2 * LENGTH).view(2, LENGTH) % 50
+BATCH = {"input_ids": IDS, "labels": IDS}
+
+
+def padded(mask_value, *places, labels=IDS):
+    mask = torch.ones_like(IDS)
+    mask[places] = mask_value
+    return {"input_ids": IDS, "labels": labels, "attention_mask": mask}
+
+
+@pytest.mark.parametrize(
+    "batches, words",
+    [
+        (BATCH, "micro-batches come in a list"),
+        (None, "micro-batches come in a list"),
+        ([IDS], "micro-batch 0 is a dictionary of tensors"),
+        ([{**BATCH, "pixel_values": IDS}], "micro-batch 0 has 'pixel_values', which a Session does not use"),
+        ([{"input_ids": IDS}], "input_ids, and either labels or targets"),
+        ([{**BATCH, "targets": IDS}], "input_ids, and either labels or targets"),
+        ([{**BATCH, "input_ids": IDS.float()}], "input_ids are of torch.float32; they are integers"),
+        ([{**BATCH, "labels": IDS.double()}], "labels are of torch.float64"),
+        ([{"input_ids": IDS[:0], "labels": IDS[:0]}], "micro-batch 0 has no tokens"),
+        ([{"input_ids": IDS[:, :0], "labels": IDS[:, :0]}], "micro-batch 0 has no tokens"),
+        ([{"input_ids": IDS[0], "labels": IDS[0]}], r"input_ids has the shape \[32\]"),
+        ([{"input_ids": IDS[None, None], "labels": IDS[None, None]}], r"input_ids has the shape \[1, 1, 2, 32\]"),
+        ([{**BATCH, "labels": IDS[:, 1:]}], r"labels has the shape \[2, 31\]"),
+        ([{**BATCH, "position_ids": torch.arange(LENGTH)}], r"position_ids has the shape \[32\]"),
+        ([{**BATCH, "attention_mask": IDS[0]}], r"attention_mask has the shape \[32\]"),
+        ([{**BATCH, "input_ids": [[1, 2], [3]]}], "no tensor can be made of input_ids"),
+        ([{**BATCH, "teacher_ids": IDS[..., None]}], "a teacher's tokens, or their log-probabilities, without the other"),
+        ([padded(0, 0, slice(0, 3))], "pad on the right, or leave attention_mask out"),
+        ([padded(0, 1, 7)], "pad on the right, or leave attention_mask out"),
+        ([padded(0, 1, slice(20, None))], "give -100 where attention_mask is 0"),
+    ],
+)  # fmt: skip
+def test_a_micro_batch_that_cannot_be_is_named_and_the_session_stays(work, tmp_path, session, batches, words):
+    loss = session.evaluate([BATCH])["loss"]
+    for call in session.step, session.evaluate:
+        with pytest.raises(tierflow.UsageError, match=words):
+            call(batches)
+    assert session.evaluate([BATCH])["loss"] == loss
+    session.save(tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def session(work):
+    with tierflow.Session(work / "model", tierflow.Budget(**BUDGET), sequence_length=LENGTH, micro_batch=2, lr=LR) as made:
+        yield made
+
+
+def test_what_says_the_same_is_the_same(work, session):
+    """Arrays and lists are tensors, a mask of ones is none, and padding on the right changes nothing before it."""
+    expected = session.evaluate([BATCH])["loss"]
+    for given in ({name: value.tolist() for name, value in BATCH.items()}, {name: value.int().numpy() for name, value in BATCH.items()},
+                  padded(1), {**BATCH, "attention_mask": None}, {**BATCH, "position_ids": torch.arange(LENGTH).expand(2, LENGTH)}):  # fmt: skip
+        assert session.evaluate([given])["loss"] == expected
+    labels = IDS.clone()
+    labels[1, 20:] = -100
+    losses = [session.evaluate([batch])["loss"] for batch in (padded(0, 1, slice(20, None), labels=labels), {"input_ids": IDS.where(labels >= 0, 3), "labels": labels})]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6) and losses[0] != expected
+
+
+@pytest.mark.parametrize("lr", ["a", -1.0, math.nan])
+def test_a_learning_rate_of_a_step_is_checked(session, lr):
+    loss = session.evaluate([BATCH])["loss"]
+    with pytest.raises(tierflow.UsageError, match="lr takes a number|a learning rate is a number, 0 or more"):
+        session.step([BATCH], lr)
+    assert session.evaluate([BATCH])["loss"] == loss
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"clip": -1}, "clip is a number above 0, or none"),
+        ({"clip": 0}, "clip is a number above 0"),
+        ({"clip": math.nan}, "clip is a number above 0"),
+        ({"clip": "a"}, "clip takes a number, or None, not 'a'"),
+        ({"sequence_length": 10**6}, "sequence_length 1000000 exceeds the model's 64 positions"),
+        ({"micro_batch": 0}, "micro_batch, micro_batches and sequence_length are at least 1"),
+        ({"micro_batches": 2.5}, "micro_batches takes an integer, not 2.5"),
+        ({"lr": "a"}, "lr takes a number, not 'a'"),
+        ({"lr": torch.ones(9, 9)}, "lr takes a number, not one of type Tensor"),
+        ({"betas": (0.9,)}, r"betas takes two numbers, not \(0.9,\)"),
+        ({"betas": None}, "betas takes two numbers, not None"),
+        ({"betas": (0.9, 1.0)}, "betas are at least 0 and less than 1"),
+        ({"eps": -1.0}, "eps and weight_decay are numbers, 0 or more"),
+        ({"steps": -1}, "a run has 0 steps or more"),
+        ({"seed": -1}, "seed takes an integer, 0 or more, not -1"),
+        ({"train": "no"}, "train takes True or False, not 'no'"),
+        ({"device": "tpu"}, "device is cpu or cuda"),
+        ({"loss": 3}, "loss takes a dictionary, not 3"),
+        ({"adapters": 3}, "adapters takes a dictionary, not 3"),
+        ({"budget": {"device": 1}}, "budget is a tierflow.Budget"),
+        ({"base_precision": "nf4"}, "base_precision= is for method"),
+        ({"adapter": "folder"}, "adapter= is for method"),
+        ({"method": "lora", "adapter": "folder", "adapters": {"rank": 3}}, "leave out adapters="),
+        ({"method": "lora", "adapters": {"rank": 4.0}}, "rank takes an integer, not 4.0"),
+        ({"method": "lora", "adapters": {"alpha": "x"}}, "alpha takes a number, not 'x'"),
+        ({"method": "lora", "adapters": {"targets": 3}}, "targets takes a list of texts, not 3"),
+    ],
+)  # fmt: skip
+def test_an_option_that_cannot_be_is_named(work, options, words):
+    with pytest.raises(tierflow.UsageError, match=words):
+        tierflow.Session(work / "model", **{"budget": tierflow.Budget(**BUDGET), "sequence_length": LENGTH, **options})
+
+
+def test_targets_are_spelled_as_in_peft(work, tmp_path):
+    found = []
+    for targets in (None, "all-linear", ["all-linear"], "q_proj", ["q_proj"]):
+        named = {} if targets is None else {"targets": targets}
+        with tierflow.Session(work / "model", tierflow.Budget(**BUDGET), sequence_length=LENGTH, method="lora", adapters=named) as adapted:
+            adapted.save(tmp_path / "out")
+        found.append(json.loads((tmp_path / "out/adapter_config.json").read_text())["target_modules"])
+    assert found[0] == found[1] == found[2] != found[3] == found[4] and len(found[0]) > 1
+
+
+def test_the_folder_that_a_session_was_made_from_stays(work, tmp_path, session):
+    file = work / "model/model.safetensors"
+    before = file.read_bytes()
+    (tmp_path / "link").symlink_to(work / "model")
+    for folder in work / "model", str(tmp_path / "link"):
+        with pytest.raises(tierflow.UsageError, match="holds the model that the session was made from: save to another folder"):
+            session.save(folder)
+    assert file.read_bytes() == before and not (work / "model/adapter_config.json").exists()
+
+
 def pairs_of(work, **more):
     return tierflow.data.Pairs(work / "pairs.tfd", vocab_size=vocabulary(work), sequence_length=LENGTH, **more)
 

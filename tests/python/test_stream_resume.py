@@ -271,7 +271,7 @@ def run_trainer(folder, resume, kill_at=None):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], masters(model), model
 
 
-def test_a_killed_transformers_trainer_resumes_with_its_bits(tmp_path):
+def test_a_killed_transformers_trainer_resumes_with_its_bits(tmp_path, caplog):
     pytest.importorskip("accelerate")
     losses, expected, model = run_trainer(tmp_path / "whole", False)
     tierflow.close(model)
@@ -283,4 +283,8 @@ def test_a_killed_transformers_trainer_resumes_with_its_bits(tmp_path):
     resumed, weights, model = run_trainer(tmp_path / "killed", True)
     assert resumed == losses
     assert all(torch.equal(master, expected[name]) for name, master in weights.items())
+    assert "moments" not in caplog.text  # they are restored, as the callback promises
+    opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+    opt.load_state_dict(torch.load(tmp_path / "killed/out/checkpoint-6/optimizer.pt"))
+    assert "moments are not part of a state_dict" in caplog.text
     tierflow.close(model)

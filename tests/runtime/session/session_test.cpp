@@ -203,6 +203,24 @@ TEST(Session, WhatItRefusesLeavesItAsItWas) {
               wide[0].labels = wide[0].labels.repeat({2, 1});
               refused([&] { session.step(beyond); }, "micro-batch 1: id");
               refused([&] { session.step(wide); }, "at most 2 x 16 tokens");
+              for (const auto& change : std::vector<std::function<void(MicroBatch&)>>{
+                       [](MicroBatch& b) { b.ids = b.ids[0]; }, [](MicroBatch& b) { b.labels = b.labels[0]; },
+                       [](MicroBatch& b) { b.ids.reset(); }, [](MicroBatch& b) { b.labels.reset(); }}) {
+                auto other = batches(2, 5);
+                change(other[1]);
+                refused([&] { session.step(other); }, "micro-batch 1 is not what the session takes");
+                refused([&] { session.evaluate(other); }, "micro-batch 1 is not what the session takes");
+              }
+              for (const int dimension : {0, 1}) {
+                auto empty = batches(2, 5);
+                empty[1].ids = empty[1].ids.narrow(dimension, 0, 0);
+                empty[1].labels = empty[1].labels.narrow(dimension, 0, 0);
+                refused([&] { session.step(empty); }, "micro-batch 1 has no tokens");
+                refused([&] { session.evaluate(empty); }, "micro-batch 1 has no tokens");
+              }
+              auto untaught = batches(2, 5);
+              untaught[0].teacher_ids = torch::zeros({2, 16, 3}, torch::kInt);
+              refused([&] { session.evaluate(untaught); }, "micro-batch 0 has a teacher's tokens");
               refused([&] { session.step(batches(1, 5)); }, "a step takes 2 micro-batches");
               refused([&] { session.evaluate(beyond); }, "micro-batch 1: id");
               const int after = session.plan().evaluated_at_once;  // one pass of good ones
@@ -213,6 +231,33 @@ TEST(Session, WhatItRefusesLeavesItAsItWas) {
               refused([&] { session.begin_with_gradient(batches(2, 5)); }, "wait for no gradient");
             }),
             expected);
+}
+
+TEST(Session, RefusesOptionsThatCannotTrain) {
+  DeviceMemory::install();
+  const Model model{make_model(parse_model_spec(cases().front().json, "llama")), initial(1)};
+  const auto refused = [&](std::string_view words, const SessionOptions& options, const AdamW& adamw = {}) {
+    expect_refusal(io::ErrorKind::usage, {words}, [&] { const Session session(model, options, adamw); });
+  };
+  for (const double clip : {-1.0, 0.0, static_cast<double>(NAN)}) {
+    SessionOptions options = resident(1);
+    options.clip = clip;
+    refused("clip is a number above 0, or none", options);
+  }
+  SessionOptions longer = resident(1);
+  longer.micro_batch = 1;
+  longer.sequence_length = 64;
+  const Session fits(model, longer);
+  longer.sequence_length = 65;
+  refused("sequence_length 65 exceeds the model's 64 positions", longer);
+  SessionOptions none = resident(1);
+  none.micro_batches = 0;
+  refused("micro_batch, micro_batches and sequence_length are at least 1", none);
+  SessionOptions elsewhere = resident(1);
+  elsewhere.device = "tpu";
+  refused("device is cpu or cuda", elsewhere);
+  refused("betas are at least 0", resident(1), {.beta1 = 1});
+  refused("eps and weight_decay are numbers", resident(1), {.weight_decay = -1});
 }
 
 TEST(Session, RefusesBudgetsThatCannotWorkAndNamesTheSmallest) {
