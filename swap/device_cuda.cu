@@ -47,6 +47,7 @@ __global__ void gradient_to_bf16(std::uint16_t* to, const float* from, std::size
       *reinterpret_cast<uint4*>(to + first) =
           make_uint4(pair(a.x, a.y), pair(a.z, a.w), pair(b.x, b.y), pair(b.z, b.w));
     } else {
+#pragma unroll 1  // rare, and unrolled it would take registers from the other branch
       for (std::size_t i = first; i < first + 8 && i < elements; ++i) to[i] = bf16_nearest_even(from[i]);
     }
   }

@@ -38,8 +38,8 @@ struct Flight {
 
 constexpr int kCopiesInFlight = 2;  // on a stream: the link goes on to the next while the first one is seen to
 static_assert(kCopiesInFlight == kGradientSlots);
-// Stages that are enqueued and not computed: a device's queue has room for about a thousand kernels, and whoever
-// enqueues more waits in the driver, where lanes may have to wait with it.
+// Stages that are enqueued and not computed, at most: a device's queue has room for about a thousand kernels, and
+// whoever enqueues more waits in the driver, where lanes may have to wait with it.
 constexpr std::size_t kMostComputing = 16;
 constexpr int kWritesBack = 4;  // in flight at once
 

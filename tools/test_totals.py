@@ -23,6 +23,7 @@ ALLOWED = (
     r"only root may become another user",
     r"no (dpkg|cuobjdump) here",
     r"this machine has no io_uring",
+    r"this processor does not multiply bf16",
 )
 MOUNTING = ("losetup", "mount", "umount", "mkfs.ext4")  # programs that the tests of real file systems run
 

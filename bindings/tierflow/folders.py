@@ -45,11 +45,16 @@ def save_whole(folder: str, write: Callable[[str], Any]) -> None:
 
 def save_over(folder: str | os.PathLike, names: tuple[str, ...], write: Callable[[Path], Any]) -> None:
     """Writes the files `names`, which write(other folder) makes, in the place of those in a folder, all at once: what was there can be loaded until the new ones are
-    durable. Other files in the folder stay. It need not be there yet. standing() finds it where the machine stopped on the way. Raises UsageError if it is a file."""
+    durable. Other files in the folder stay. It need not be there yet. standing() finds it where the machine stopped on the way. Raises UsageError if it is a file, or the
+    working folder or one above it, which would be another one then, or if something else has the name that the old ones get on the way."""
     target = Path(folder).resolve()
-    partial, old = _beside(target, ".partial"), _beside(target, ".old")
     if target.exists() and not target.is_dir():
         raise _native.UsageError(f"{target} is a file: name a folder")
+    if Path.cwd().is_relative_to(target):
+        raise _native.UsageError(f"{target} is the working folder, or above it: name a folder of its own")
+    partial, old = _beside(target, ".partial"), _beside(target, ".old")
+    if old.exists() and not (old.is_dir() and (not any(old.iterdir()) or any((old / name).exists() for name in names))):
+        raise _native.UsageError(f"{old} is in the way: rename it")
     try:
         _fill(partial, lambda: write(partial))
         if target.exists():

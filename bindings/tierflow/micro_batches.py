@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from . import _native
 from .losses import as_rows, what_follows
@@ -40,10 +39,11 @@ def _one(batch: Any, called: str) -> dict[str, Any]:
             raise _native.UsageError(f"{called}: {name} are of {value.dtype}; they are integers")
     if 0 in shape:
         raise _native.UsageError(f"{called} has no tokens: leave it out")
+    given = {name: value if value.is_floating_point() or value.dtype == torch.bool else value.long() for name, value in given.items()}
+    if "attention_mask" in given:
+        _check_padding(given["attention_mask"] != 0, given["labels" if "labels" in given else "targets"], called)
     if "labels" in given:
         given["targets"] = what_follows(given.pop("labels"))
-    if "attention_mask" in given:
-        _check_padding(given["attention_mask"] != 0, given["targets"], called)
     return given
 
 
@@ -56,10 +56,9 @@ def _tensor(value: Any, name: str, called: str) -> torch.Tensor:
     return as_rows(tensor) if pairs else tensor
 
 
-def _check_padding(seen: torch.Tensor, targets: torch.Tensor, called: str) -> None:
+def _check_padding(seen: torch.Tensor, labels: torch.Tensor, called: str) -> None:
     """Padding on the right changes nothing that a causal model predicts before it."""
     if bool((seen[:, 1:] & ~seen[:, :-1]).any()):
         raise _native.UsageError(f"{called}: attention_mask has a 0 before a 1 in a row; a Session hides no such token: pad on the right, or leave attention_mask out")
-    predicts = functional.pad(seen[:, 1:], (0, 1), value=True) & seen  # this token, and the one that follows it, are no padding
-    if bool(((targets >= 0) & ~predicts.to(targets.device)).any()):
+    if bool(((labels >= 0) & ~seen.to(labels.device)).any()):
         raise _native.UsageError(f"{called}: padding has labels that count: give -100 where attention_mask is 0")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import numbers
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -40,21 +39,25 @@ register_optimizer_step_pre_hook(_refuse_others)
 def _check_group(group: dict[str, Any]) -> None:
     """Raises UsageError that names the value which AdamW cannot take."""
     for name in ("lr", "eps", "weight_decay"):
-        if not _is_number(group[name]) or not 0 <= group[name] < math.inf:
+        if not 0 <= _number(group[name]) < math.inf:
             raise _native.UsageError(f"AdamW({name}={group[name]!r}): {name} is a number, at least 0")
     betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in betas):
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0 <= _number(beta) < 1 for beta in betas):
         raise _native.UsageError(f"AdamW(betas={betas!r}): betas are two numbers, each at least 0 and less than 1")
 
 
 def check_clip(clip: Any) -> None:
     """Raises UsageError if gradients cannot be clipped to this norm."""
-    if clip is not None and not (_is_number(clip) and clip > 0):
+    if clip is not None and not _number(clip) > 0:
         raise _native.UsageError(f"clip={clip!r}: clip is a number above 0, or None")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+def _number(value: Any) -> float:
+    """Of Python, numpy or torch; NaN for what is none."""
+    try:
+        return math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
 
 
 class AdamW(torch.optim.Optimizer):
@@ -126,10 +129,10 @@ class AdamW(torch.optim.Optimizer):
                 if isinstance(p, StreamedParameter) and (engine := cast(Engine, p.engine)).native.touched(p.unit, p.index):
                     how[engine][(p.unit, p.index)] = {
                         "lr": float(group["lr"]),
-                        "beta1": group["betas"][0],
-                        "beta2": group["betas"][1],
-                        "eps": group["eps"],
-                        "weight_decay": group["weight_decay"],
+                        "beta1": float(group["betas"][0]),
+                        "beta2": float(group["betas"][1]),
+                        "eps": float(group["eps"]),
+                        "weight_decay": float(group["weight_decay"]),
                         "step": int(self.state[p].get("step", 0)) + 1,
                     }
         applied = [engine.step(entries, self.trains(engine), self._others_train(engine)) for engine, entries in how.items()]

@@ -19,6 +19,11 @@ def _dictionary(name: str, value: Any) -> dict[str, Any]:
     return dict(value or {})
 
 
+def _plain(value: Any) -> Any:
+    """What JSON does not know: a number of numpy's or torch's as Python's; what the runtime will refuse, in words."""
+    return value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else repr(value)
+
+
 class Session:
     """A model in a folder whose state streams, and its steps: what `tierflow train` runs, without its loop. The model is not a torch module; the runtime computes its layers.
 
@@ -79,6 +84,8 @@ class Session:
     ) -> None:
         if not isinstance(budget, Budget):
             raise _native.UsageError(f"budget is a tierflow.Budget, not {budget!r}")
+        if not isinstance(data, (str, Rows)):
+            raise _native.UsageError(f"data is a text that names the data, or tierflow.data.Rows, not of type {type(data).__name__}")
         rule = {"kind": loss} if isinstance(loss, str) else _dictionary("loss", loss)
         self._pairs = rule.get("kind", "cross-entropy") != "cross-entropy"
         self._folder, self._whole_path = os.fspath(folder), os.path.abspath(folder)
@@ -91,10 +98,10 @@ class Session:
             {
                 "method": method, "adapters": _dictionary("adapters", adapters), "adapter": os.fspath(adapter or ""), "base_precision": base_precision, "loss": rule,
                 "device": device, "device_memory": parse_size(budget.device), "host_memory": parse_size(budget.host), "storage": [os.fspath(path) for path in budget.storage],
-                "allow_any_filesystem": allow_any_filesystem, "precision": precision, "clip": clip, "micro_batch": micro_batch * (2 if self._pairs else 1),
+                "allow_any_filesystem": allow_any_filesystem, "precision": precision, "clip": clip, "micro_batch": micro_batch * 2 if self._pairs and isinstance(micro_batch, int) else micro_batch,
                 "micro_batches": micro_batches, "sequence_length": sequence_length, "seed": seed, "train": train, "top": top, "lr": lr, "lr_schedule": lr_schedule,
                 "warmup": warmup, "steps": steps, "betas": betas, "eps": eps, "weight_decay": weight_decay, "commit_every": int(budget.durable) if train else 0,
-                "go_back": budget.go_back, "run": json.dumps(run, default=repr),
+                "go_back": budget.go_back, "run": json.dumps(run, default=_plain),
             },
         )  # fmt: skip
 
@@ -115,7 +122,7 @@ class Session:
     def save(self, folder: str | os.PathLike) -> None:
         """Writes the model as a Hugging Face folder (copy the tokenizer files yourself), or with "lora" its adapters as a PEFT folder. Raises UsageError for the folder that the session
         was made from, which stays as it is."""
-        if os.path.exists(folder) and os.path.samefile(folder, self._whole_path):
+        if os.path.exists(folder) and os.path.exists(self._whole_path) and os.path.samefile(folder, self._whole_path):
             raise _native.UsageError(f"{os.fspath(folder)} holds the model that the session was made from: save to another folder")
         bad = self._native.export(os.fspath(folder), self._folder)
         if bad:

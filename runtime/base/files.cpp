@@ -199,8 +199,8 @@ std::filesystem::path temporary_folder() {
 
 void make_folder(const std::filesystem::path& folder) {
   std::error_code error;
-  const auto kind = std::filesystem::symlink_status(folder, error).type();
-  if (kind == std::filesystem::file_type::symlink && !std::filesystem::exists(folder, error))
+  const auto kind = std::filesystem::status(folder, error).type();
+  if (kind == std::filesystem::file_type::not_found && std::filesystem::is_symlink(folder, error))
     fail_input(folder.string(), "is a link to what is not there: make that, or name another folder");
   if (kind == std::filesystem::file_type::regular) fail_input(folder.string(), "is a file: name a folder");
   std::filesystem::create_directories(folder, error);

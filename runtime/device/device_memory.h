@@ -37,7 +37,7 @@ class DeviceMemory {
   virtual void reset_peak() = 0;
   virtual DeviceMemoryStats stats() const = 0;
   // Bytes that the use of a CUDA device takes besides tensors: context, kernels and handles of libraries, measured once
-  // (0 if the driver's library does not say), and kBounceBytes (swap/pinning.h). 0 on the CPU.
+  // (0 if the driver's library does not say), cuBLAS's workspace and kBounceBytes (swap/pinning.h). 0 on the CPU.
   virtual std::uint64_t fixed() const { return 0; }
 };
 

@@ -62,14 +62,15 @@ class CudaMemory final : public DeviceMemory {
                                 .operation = "find torch's CUDA allocator",
                                 .detail = "this torch is not the one that Tierflow was built with: build again"});
     allocator_ = allocator->load();
-    {  // brings the context up, and cuBLAS with its handle
+    const std::uint64_t others = stats().used;  // of a process that has used torch before
+    {                                           // brings the context up, and cuBLAS with its handle
       const at::Tensor a = at::ones({16, 16}, at::device(at::kCUDA).dtype(at::kBFloat16));
       at::mm(a, a).sum().item<float>();
     }
     const auto after = used();
     const DeviceMemoryStats now = stats();
     if (before && after && *after > *before + now.held) fixed_ += *after - *before - now.held;
-    workspace_ = now.used;
+    workspace_ = now.used - std::min(now.used, others);
     fixed_ += workspace_;
   }
   std::uint64_t fixed() const override { return fixed_; }

@@ -125,8 +125,8 @@ class WithSinks final : public KeptAttention {
 };
 
 bool knows_flash(const Tensor& q, const AttentionRules& rules) {
-  return at::isReducedFloatingType(q.scalar_type()) && q.size(3) % 8 == 0 &&
-         q.size(3) <= largest_flash_head(row_kernels::capability(q.device().index())) &&
+  return at::isReducedFloatingType(q.scalar_type()) &&
+         flash_takes_heads_of(q.size(3), row_kernels::capability(q.device().index())) &&
          kFewestFlashTokens * std::ssize(rules.documents) <= q.size(0) * q.size(1);
 }
 
@@ -145,8 +145,9 @@ bool torch_takes_cudnn(const Tensor& q, const Tensor& k, const AttentionRules& r
 
 }  // namespace
 
-std::int64_t largest_flash_head(int capability) {
-  return capability == 80 || capability / 10 == 9 || capability / 10 == 10 ? 256 : 192;
+bool flash_takes_heads_of(std::int64_t dim, int capability) {
+  const bool large = capability == 80 || capability / 10 == 9 || capability / 10 == 10;
+  return dim % 8 == 0 && dim <= 256 && (large || dim <= 192 || dim > 224);
 }
 
 FlashShape flash_shape(const Tensor& q, const AttentionRules& rules) {

@@ -4,8 +4,8 @@
 //
 //   in blocks    attention.h, on the CPU
 //   flash        torch's FlashAttention-2, on CUDA in 16 bits: whole rows, windows, and packed rows as sequences of
-//                their lengths. Head dims are multiples of 8 up to 192, or 256 on cards of compute capability 8.0, 9
-//                and 10, and documents have kFewestFlashTokens on average or more
+//                their lengths. Heads as flash_takes_heads_of(), and documents of kFewestFlashTokens on average or
+//                more
 //   cudnn        cuDNN's, on CUDA for whole rows without a window, where torch itself would choose it
 //
 // Sinks come behind flash and cudnn, which know none: each query's result is scaled by the share of the softmax that
@@ -21,9 +21,9 @@ namespace tierflow::models {
 // Of a document, on average: the backward takes memory for 128 further tokens for each document.
 inline constexpr std::int64_t kFewestFlashTokens = 64;
 
-// The largest head that FlashAttention-2 can take on a card of that compute capability (90 for 9.0): above 192 its
-// backward needs more shared memory than a multiprocessor of other cards has.
-std::int64_t largest_flash_head(int capability);
+// Whether FlashAttention-2, without dropout, takes heads of that size on a card of that compute capability (90 for
+// 9.0): other cards than those of 8.0, 9 and 10 have no backward for 193 to 224.
+bool flash_takes_heads_of(std::int64_t dim, int capability);
 
 class KeptAttention {
  public:

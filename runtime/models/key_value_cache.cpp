@@ -71,7 +71,7 @@ void attend_one_each(const std::vector<OneToken>& items, const models::Attention
                      groups = items[0].q.size(0) / kv_heads;
   std::int64_t longest = 0;
   for (const OneToken& item : items) longest = std::max(longest, item.tokens);
-  const Tensor sinks = rules.sinks.defined() ? rules.sinks.to(at::kFloat).contiguous() : Tensor();
+  const Tensor sinks = rules.sinks.defined() ? models::download(rules.sinks).to(at::kFloat).contiguous() : Tensor();
   const auto count = static_cast<std::int64_t>(items.size()) * kv_heads;
   at::parallel_for(0, count, models::grain_rows(longest * dim), [&](std::int64_t begin, std::int64_t end) {
     std::vector<float> scores(static_cast<std::size_t>(longest)), sums(static_cast<std::size_t>(dim));
@@ -317,6 +317,7 @@ Tensor KeyValueCache::attend(int stage, const Tensor& q, const Tensor& k, const 
   finish();
   if (any && !q.is_cpu()) {
     const Tensor there = models::upload({out_here}, q.device()).front();
+    if (std::ranges::all_of(spans, [&](const CachedSpan& span) { return has_kernel(q, span); })) return there;
     for (const CachedSpan& span : spans)
       if (has_kernel(q, span)) out.narrow(1, span.begin, span.length).copy_(there.narrow(1, span.begin, span.length));
   }

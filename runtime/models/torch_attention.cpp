@@ -76,7 +76,7 @@ Tensor attention_of_rows(const Tensor& q_in, const Tensor& k_in, const Tensor& v
 }
 
 // While it lives torch does not take cuDNN, which plans for each new length, in half a second, and whose gradients with
-// a mask may be NaN (pytorch issue 196678).
+// a mask may be NaN (pytorch issue 196678). For the one thread that computes on a GPU.
 class WithoutCudnn {
  public:
   WithoutCudnn() { at::globalContext().setSDPUseCuDNN(false); }
@@ -91,7 +91,8 @@ class WithoutCudnn {
 }  // namespace
 
 Tensor torch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules, double dropout) {
-  const WithoutCudnn without;
+  std::optional<WithoutCudnn> without;
+  if (q.is_cuda()) without.emplace();
   if (rules.documents.empty()) return attention_of_rows(q, k, v, rules, dropout);
   std::vector<Tensor> parts;
   for (const Document& document : rules.documents) {

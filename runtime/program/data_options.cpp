@@ -17,8 +17,8 @@ using OrderedJson = nlohmann::ordered_json;
 // What a model's folder has of a tokenizer that is not in tokenizer.json; empty: nothing.
 std::filesystem::path other_tokenizer(const std::filesystem::path& model) {
   if (model.empty()) return {};
-  for (const char* name : {"tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model", "vocab.json",
-                           "vocab.txt", "tokenizer_config.json"})
+  for (const char* name : {"tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model",
+                           "tekken.json", "vocab.json", "vocab.txt", "tokenizer_config.json"})
     if (std::error_code ignored; std::filesystem::exists(model / name, ignored)) return model / name;
   return {};
 }
@@ -105,6 +105,7 @@ void add_data_rows(OptionTable& table, DataChoice& o) {
   table.path("chat-template", o.chat_template, "FILE", "chat template in place of the tokenizer's");
   table.text("jsonl-field", o.jsonl_field, "field of a .jsonl line that holds the text");
   table.text("tokenizer", o.tokenizer, "auto: the model's tokenizer.json, else bytes; bytes; or a tokenizer.json");
+  table.names_file({"auto", "bytes"});
   table.path("python", o.python, "FILE",
              "Python with the packages `tokenizers` and, for conversations, `transformers`");
   table.choice("on-bad-row", o.on_bad_row, {"error", "skip"},

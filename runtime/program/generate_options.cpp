@@ -52,6 +52,7 @@ OptionTable generate_table(GenerateOptions& o) {
   table.path("adapter", o.adapter, "DIR", "adapters of the model, a folder as PEFT writes it");
   add_base_precision(table, o.base_precision);
   table.text("tokenizer", o.tokenizer, "auto: the model's tokenizer.json, else bytes; bytes; or a tokenizer.json");
+  table.names_file({"auto", "bytes"});
   table.path("chat-template", o.chat_template, "FILE", "chat template in place of the tokenizer's");
   table.path("python", o.python, "FILE", "Python with the packages `tokenizers` and `transformers`");
   table.group(kPrompts);

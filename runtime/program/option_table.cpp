@@ -49,6 +49,11 @@ void OptionTable::written(const std::string& name, std::filesystem::path& value,
   rows_.back().written = true;
 }
 
+void OptionTable::names_file(std::vector<std::string> words) {
+  rows_.back().path = true;
+  rows_.back().words = std::move(words);
+}
+
 void OptionTable::paths(const std::string& name, std::vector<std::filesystem::path>& value, bool commas,
                         const std::string& help) {
   add({.name = name,
@@ -223,23 +228,32 @@ std::vector<fs::path> paths_in(const OptionRow& row) {
   const OrderedJson value = row.get();
   std::vector<fs::path> paths;
   for (const OrderedJson& path : value.is_array() ? value : OrderedJson::array({value}))
-    if (path.is_string()) paths.emplace_back(path.get<std::string>());
+    if (path.is_string() && std::ranges::find(row.words, path.get<std::string>()) == row.words.end())
+      paths.emplace_back(path.get<std::string>());
   return paths;
 }
 
 bool is_same_file(const fs::path& a, const fs::path& b) {
   std::error_code error;
   if (fs::equivalent(a, b, error)) return true;
-  const fs::path full_a = fs::weakly_canonical(a, error), full_b = fs::weakly_canonical(b, error);
-  return !full_a.empty() && full_a == full_b;
+  const auto whole = [&](const fs::path& path) { return fs::weakly_canonical(fs::absolute(path, error), error); };
+  const fs::path whole_a = whole(a);
+  return !whole_a.empty() && whole_a == whole(b);
 }
 
-// Whether `file` exists in that folder, and is of a kind that models and adapters consist of.
-bool is_file_of_model(const fs::path& file, const fs::path& folder) {
-  constexpr std::array<std::string_view, 6> kKinds = {".safetensors", ".json", ".jinja", ".model", ".txt", ".py"};
+bool lies_in(const fs::path& file, const fs::path& folder) {
   std::error_code error;
-  return fs::exists(file, error) && is_same_file(fs::absolute(file, error).parent_path(), folder) &&
-         std::ranges::find(kKinds, file.extension().string()) != kKinds.end();
+  return fs::exists(file, error) && is_same_file(fs::absolute(file, error).parent_path(), folder);
+}
+
+// Whether a folder of a model or adapters has files of that name, and a run reads them.
+bool is_name_of_model(const fs::path& file) {
+  constexpr std::array<std::string_view, 9> kNames = {"config.json",    "generation_config.json", "adapter_config.json",
+                                                      "tokenizer.json", "tokenizer_config.json",  "tokenizer.model",
+                                                      "vocab.json",     "chat_template.jinja",    "chat_template.json"};
+  const std::string name = file.filename().string();
+  return name.ends_with(".safetensors") || name.ends_with(".index.json") ||
+         std::ranges::find(kNames, name) != kNames.end();
 }
 
 }  // namespace
@@ -250,7 +264,9 @@ void OptionTable::check_written(const std::string& config_file) const {
     for (fs::path& path : paths_in(row)) named.emplace_back(row.name, std::move(path));
   if (!config_file.empty()) named.emplace_back("config-file", config_file);
   for (const auto& [name, file] : named) {
-    if (name == "config-file" || !find(name)->written) continue;
+    std::error_code ignored;
+    const bool no_file = fs::exists(file, ignored) && !fs::is_regular_file(file, ignored);  // /dev/null
+    if (name == "config-file" || !find(name)->written || no_file) continue;
     const auto refuse = [&](const std::string& why) {
       fail_option(name,
                   fmt::format("is {}, {}: it would be overwritten; name another file", printable(file.string()), why));
@@ -258,7 +274,8 @@ void OptionTable::check_written(const std::string& config_file) const {
     for (const auto& [other, path] : named) {
       if (other == name) continue;
       if (is_same_file(file, path)) refuse(fmt::format("which --{} names too", other));
-      if ((other == "model" || other == "adapter") && is_file_of_model(file, path))
+      if (lies_in(file, path) &&
+          (other == "data" || ((other == "model" || other == "adapter") && is_name_of_model(file))))
         refuse(fmt::format("a file of --{}", other));
     }
   }

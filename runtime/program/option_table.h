@@ -19,8 +19,9 @@ struct OptionRow {
   int least = 1, most = 1;  // values
   bool commas = false;      // values may be joined by commas
   bool shown = true;        // part of the effective configuration
-  bool path = false;        // of files or folders
-  bool written = false;     // a path of a file that the command writes
+  bool path = false;        // of files or folders, but for the values `words`
+  std::vector<std::string> words = {};
+  bool written = false;  // a path of a file that the command writes
   std::function<void(const std::vector<std::string>&)> set;
   std::function<nlohmann::ordered_json()> get;
 };
@@ -50,6 +51,8 @@ class OptionTable {
   // Rows added from now on are listed under that heading.
   void group(const std::string& heading) { group_ = heading; }
   void add(OptionRow row);
+  // What the row added last names is a file, unless it is one of `words`.
+  void names_file(std::vector<std::string> words);
   // The row added last is only for this run: the printed configuration leaves it out.
   void for_one_run() { rows_.back().shown = false; }
 
@@ -61,8 +64,8 @@ class OptionTable {
   std::string suggestion(const std::string& name) const;
   // Sets what `values` names; `where` (a file, or empty) goes into errors.
   void apply(const OptionValues& values, const std::string& where) const;
-  // Throws Exception (kind usage) if a file that the command writes is named by another option too, or is a file of the
-  // model or adapter that it reads. config_file: that of --config-file, or empty.
+  // Throws Exception (kind usage) if a file that the command writes is named by another option too, or is one that it
+  // reads in a folder of data, a model or adapters. config_file: that of --config-file, or empty.
   void check_written(const std::string& config_file) const;
   nlohmann::ordered_json effective() const;
 

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <set>
+
 #include "runtime/base/exception.h"
 #include "runtime/base/files.h"
 #include "runtime/program/adapter_options.h"
@@ -235,8 +237,9 @@ template <class Options>
 std::string first_given(const OptionTable& table, OptionTable (*table_of)(Options&), const std::string& group) {
   Options none;
   const OptionTable of_none = table_of(none);
+  const std::set<std::string> of_methods = {"method", "rank", "update-gap", "scale"};
   for (const OptionRow& row : table.rows())
-    if (row.group == group && row.name != "method" && row.get() != of_none.find(row.name)->get())
+    if (row.group == group && !of_methods.contains(row.name) && row.get() != of_none.find(row.name)->get())
       return "--" + row.name;
   return {};
 }

@@ -49,12 +49,12 @@ OrderedJson as_prompt(const PromptForm& form, std::string text) {
 OrderedJson read_prompts(const std::filesystem::path& path, const PromptForm& form) {
   auto prompts = OrderedJson::array();
   const std::string file = path.string();
-  std::string text = read_text(path, kLargestPrompts);
-  if (text.starts_with(kUtf8Mark)) text.erase(0, kUtf8Mark.size());
   if (path.extension() == ".json")
     fail_input(file,
                "is JSON: prompts are lines of text, or objects in lines of a file that ends in .jsonl "
                "(`jq -c '.[]' a.json > a.jsonl`)");
+  std::string text = read_text(path, kLargestPrompts);
+  if (text.starts_with(kUtf8Mark)) text.erase(0, kUtf8Mark.size());
   const bool rows = path.extension() == ".jsonl";
   std::size_t number = 0;
   for (std::size_t begin = 0; begin < text.size(); ++number) {

@@ -45,9 +45,8 @@ std::vector<std::pair<std::string, double>> learning_rate_scales(const TrainOpti
 ModelSpec training_spec(const TrainOptions& options) {
   ModelSpec spec = options.config.empty() ? read_folder_spec(options.model, {}, options.read_as)
                                           : read_model_spec(options.config, {}, options.read_as);
-  if (options.sequence_length > spec.config.max_positions && spec.config.max_positions > 0)
-    fail_usage(fmt::format("--sequence-length {} exceeds the model's {} positions", options.sequence_length,
-                           spec.config.max_positions));
+  if (const std::int64_t most = spec.config.longest_sequence(); options.sequence_length > most && most > 0)
+    fail_usage(fmt::format("--sequence-length {} exceeds the model's {} positions", options.sequence_length, most));
   if (options.method == "lora") {
     set_base(spec, options);
     add_adapters(spec, options.adapter.empty() ? options.lora : read_adapter_config(options.adapter));

@@ -79,7 +79,7 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
     fail_usage(
         "base_is_reference: a reference that is the base is for dpo with adapters, where nothing else is "
         "trained; give each micro-batch its reference instead");
-  check_options(options, adamw, model->spec().config.max_positions);
+  check_options(options, adamw, model->spec().config.longest_sequence());
   if (options.train && has_experts_on_demand(model->spec()))
     fail_usage("a model with experts on demand is not trained");
   SessionOptions planned = options;

@@ -35,10 +35,9 @@ void check_prompt(const Tokens& prompt, std::size_t number, const ModelSpec& spe
       wrong("has token " + std::to_string(token) + ", and the model's vocabulary has " +
             std::to_string(spec.config.vocab_size));
   const auto length = static_cast<std::int64_t>(prompt.size());
-  if (spec.config.max_positions > 0 && length + new_tokens > spec.config.max_positions)
+  if (const std::int64_t most = spec.config.longest_sequence(); most > 0 && length + new_tokens > most)
     wrong("has " + std::to_string(length) + " tokens; with " + std::to_string(new_tokens) +
-          " new ones (--max-new-tokens) that is beyond the model's " + std::to_string(spec.config.max_positions) +
-          " positions");
+          " new ones (--max-new-tokens) that is beyond the model's " + std::to_string(most) + " positions");
   const std::int64_t limit = short_context(spec);
   if (length <= limit && length + new_tokens - 1 > limit)
     wrong("has " + std::to_string(length) + " tokens and may come to " + std::to_string(length + new_tokens) +

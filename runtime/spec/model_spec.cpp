@@ -13,6 +13,16 @@
 #include "runtime/spec/wrapped_config.h"
 
 namespace tierflow {
+
+std::int64_t ModelConfig::longest_sequence() const {
+  std::int64_t most = max_positions;
+  if (max_positions == 0 || !names.positions.empty()) return most;
+  for (const RopeSpec& rope : ropes) {
+    const std::int64_t from = rope.original_max_positions > 0 ? rope.original_max_positions : max_positions;
+    most = std::max(most, static_cast<std::int64_t>(rope.factor * static_cast<double>(from)));
+  }
+  return most;
+}
 namespace {
 
 constexpr std::uint64_t config_limit = 16 << 20;

@@ -18,7 +18,9 @@ struct ModelConfig {
   std::string model_type;    // "llama", "mistral", "qwen2", ...
   std::int64_t vocab_size = 0, hidden_size = 0, intermediate_size = 0, layers = 0;
   std::int64_t heads = 0, kv_heads = 0, head_dim = 0;
-  std::int64_t max_positions = 0;
+  std::int64_t max_positions = 0;  // max_position_embeddings; 0: nobody knows
+  // max_positions, or more if a rotary embedding is stretched; 0: nobody knows.
+  std::int64_t longest_sequence() const;
   double norm_eps = 1e-6;
   double initializer_range = 0.02;
   double residual_range = 0;  // initializer_range of the matrices that add to the residual; 0: the same as the others

@@ -37,6 +37,9 @@ def contents(work):
         (["eval", "--model", "model", "--data", "rows.jsonl", "--teacher-out", "rows.jsonl"], "--teacher-out is rows.jsonl, which --data names too"),
         (["eval", "--model", "model", "--data", "rows.jsonl", "--teacher-out", "model/model.safetensors"], "a file of --model"),
         (["eval", "--model", "model", "--data", "rows.jsonl", "--teacher-out", "link"], "--teacher-out is link, which --data names too"),
+        (["eval", "--model", "model", "--data", "folder", "--per-document", "folder/rows.jsonl"], "--per-document is folder/rows.jsonl, a file of --data"),
+        (["eval", "--model", "model", "--data", "text.txt", "--tokenizer", "t.json", "--log-json", "./t.json"], "which --tokenizer names too"),
+        (["train", "--model", "model", "--data", "text.txt", "--out", "out", "--log-json", "new", "--trace", "./new"], "which --trace names too"),
         (["data", "prepare", "--model", "model", "--data", "link.tfd", "--out", "same.tfd"], "--out is same.tfd, which --data names too"),
     ],
 )
@@ -44,6 +47,9 @@ def test_an_output_that_is_an_input_is_refused(words, said, work, model):
     (work / "link").symlink_to("rows.jsonl")
     (work / "same.tfd").write_text("any")
     (work / "link.tfd").symlink_to("same.tfd")
+    (work / "folder").mkdir()
+    shutil.copy(work / "rows.jsonl", work / "folder")
+    (work / "t.json").write_text("{}")
     (work / "run.json").write_text(json.dumps({"model": "model", "data": ["text.txt"], "out": "out"}))
     before = contents(work)
     done = run(work, *words, *([] if words[0] == "data" else small()), ok=False)
@@ -53,6 +59,9 @@ def test_an_output_that_is_an_input_is_refused(words, said, work, model):
 
 def test_outputs_beside_inputs_are_written(work, model):
     run(work, "train", "--model", "model", "--data", "text.txt", "--steps", "1", "--out", "out", "--trace", "model/trace", "--log-json", "model/log.jsonl", *small())
+    for _ in range(2):
+        run(work, "eval", "--model", "model", "--data", "text.txt", "--max-sequences", "2", "--log-json", "model/eval.json", *small())
+    run(work, "train", "--model", "model", "--data", "text.txt", "--steps", "1", "--out", "out3", "--log-json", "/dev/null", "--trace", "/dev/null", *small())
     run(work, "train", "--model", "model", "--data", "text.txt", "--steps", "1", "--out", "out2", "--trace", "model/trace", "--log-json", "model/log.jsonl", *small())
     assert (work / "model/trace").exists() and (work / "model/log.jsonl.1").exists()
 
@@ -111,6 +120,8 @@ def test_a_state_of_another_user_is_not_called_lost(work):
         (["--config", "config.json", "--out", "out", "--storage", "dangling"], 3, "dangling: is a link to what is not there"),
         (["--config", "config.json", "--out", "dangling"], 3, "dangling: is a link to what is not there"),
         (["--config", "config.json", "--out", "out", "--fresh"], 2, "--fresh is for --storage"),
+        (["--config", "config.json", "--out", "out", "--storage", "to-file"], 3, "to-file: is a file: name a folder"),
+        (["--model", "folder", "--out", "out", "--rank", "8", "--base-precision", "int8"], 2, "--base-precision is for adapters"),
         (["--model", "folder", "--out", "out", "--merge"], 2, "--merge is for adapters: give --method lora too"),
         (["--model", "folder", "--out", "out", "--base-precision", "int8"], 2, "--base-precision is for adapters"),
         (["--model", "folder", "--out", "out", "--use-dora"], 2, "--use-dora is for adapters"),
@@ -121,6 +132,7 @@ def test_what_is_wrong_is_named(words, code, said, work):
     (work / "folder").mkdir()
     shutil.copy(work / "config.json", work / "folder")
     (work / "dangling").symlink_to("nowhere")
+    (work / "to-file").symlink_to("text.txt")
     done = run(work, "train", "--data", "text.txt", *words, *small(), ok=False)
     assert (done.returncode, said in the_error(done.stderr)) == (code, True), done.stderr
 

@@ -107,8 +107,13 @@ def test_what_says_the_same_is_the_same(work, session):
     """Arrays and lists are tensors, a mask of ones is none, and padding on the right changes nothing before it."""
     expected = session.evaluate([BATCH])["loss"]
     for given in ({name: value.tolist() for name, value in BATCH.items()}, {name: value.int().numpy() for name, value in BATCH.items()},
+                  {name: value.numpy().astype("uint16") for name, value in BATCH.items()}, {name: value.to(torch.uint8) for name, value in BATCH.items()},
                   padded(1), {**BATCH, "attention_mask": None}, {**BATCH, "position_ids": torch.arange(LENGTH).expand(2, LENGTH)}):  # fmt: skip
         assert session.evaluate([given])["loss"] == expected
+    following = torch.full_like(IDS, -100)  # targets: of the last token before the padding, too
+    following[:, :10] = IDS[:, 1:11]
+    masked = {"input_ids": IDS, "targets": following, "attention_mask": (torch.arange(LENGTH) < 10).long().expand(2, LENGTH)}
+    assert session.evaluate([masked])["tokens"] == 20
     labels = IDS.clone()
     labels[1, 20:] = -100
     losses = [session.evaluate([batch])["loss"] for batch in (padded(0, 1, slice(20, None), labels=labels), {"input_ids": IDS.where(labels >= 0, 3), "labels": labels})]
@@ -144,6 +149,8 @@ def test_a_learning_rate_of_a_step_is_checked(session, lr):
         ({"train": "no"}, "train takes True or False, not 'no'"),
         ({"device": "tpu"}, "device is cpu or cuda"),
         ({"loss": 3}, "loss takes a dictionary, not 3"),
+        ({"loss": "dpo", "micro_batch": None}, "micro_batch takes an integer, not None"),
+        ({"data": torch.utils.data.DataLoader([])}, "data is a text that names the data, or tierflow.data.Rows, not of type DataLoader"),
         ({"adapters": 3}, "adapters takes a dictionary, not 3"),
         ({"budget": {"device": 1}}, "budget is a tierflow.Budget"),
         ({"base_precision": "nf4"}, "base_precision= is for method"),

@@ -1,5 +1,6 @@
 """Optimizers, hooks and wrappers of others over a streamed model: each works, or says what to do."""
 
+import numpy as np
 import pytest
 from streaming import LR, UP, PlainLoop, batches, make, masters, roomy, scarce, tierflow, torch, transformers
 
@@ -83,7 +84,7 @@ def test_a_group_that_is_added_trains(batch, model):
 def test_values_that_adamw_cannot_take_are_named(given, named, model):
     with pytest.raises(tierflow.UsageError, match=named):
         tierflow.optim.AdamW(model.parameters(), **given)
-    opt = tierflow.optim.AdamW([model.get_parameter(UP)], lr=torch.tensor(LR), betas=[0.9, 0.99])
+    opt = tierflow.optim.AdamW([model.get_parameter(UP)], lr=torch.tensor(LR), betas=[0.9, np.float32(0.99)], eps=np.array(1e-8))
     with pytest.raises(tierflow.UsageError, match=named):
         opt.add_param_group({"params": [model.lm_head.weight], **given})
     assert len(opt.param_groups) == 1

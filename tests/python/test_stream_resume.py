@@ -194,8 +194,19 @@ def test_a_folder_behind_a_link_is_replaced_where_it_lies(saved, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "drive", "link"]
 
 
-def test_what_cannot_be_written_to_is_named(saved, tmp_path):
+def test_what_cannot_be_written_to_is_named(saved, tmp_path, monkeypatch):
     model, opt, folder = saved
+    monkeypatch.chdir(tmp_path)
+    for where in (".", "..", "/"):
+        with pytest.raises(tierflow.UsageError, match="is the working folder, or above it"):
+            tierflow.save_checkpoint(model, opt, where)
+    mine = tmp_path / "mine.old"
+    mine.mkdir()
+    (mine / "of the user").write_text("mine")
+    with pytest.raises(tierflow.UsageError, match="mine.old is in the way: rename it"):
+        tierflow.save_checkpoint(model, opt, "mine")
+    assert [path.name for path in mine.iterdir()] == ["of the user"] and not (tmp_path / "mine").exists()
+    shutil.rmtree(mine)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(tierflow.UsageError, match="file is a file: name a folder"):
         tierflow.save_checkpoint(model, opt, tmp_path / "file")

@@ -31,10 +31,12 @@ class AttentionOn : public ::testing::TestWithParam<std::string> {
     torch::manual_seed(6);
   }
   static bool on_gpu() { return GetParam() == "cuda"; }
-  // Torch gives cuDNN to Hopper and to Blackwell's large cards; these have room for wide heads, too.
-  std::string whole_rows_by() const { return !on_gpu() ? "blocks" : large_card_ ? "cudnn" : "flash"; }
+  // Torch gives cuDNN to Hopper and to Blackwell's large cards, for heads as large as its version can. Empty: either.
+  std::string whole_rows_by(std::int64_t dim) const {
+    if (!on_gpu()) return "blocks";
+    return !large_card_ ? "flash" : dim <= 128 ? "cudnn" : "";
+  }
   static std::string others_by() { return on_gpu() ? "flash" : "blocks"; }
-  bool takes_heads_of(std::int64_t dim) const { return dim <= 192 || large_card_ || !on_gpu(); }
   static Tensor there(const Tensor& x) { return x.to(on_gpu() ? torch::kCUDA : torch::kCPU); }
 
   struct Inputs {
@@ -80,7 +82,9 @@ void AttentionOn::expect_kept(const Inputs& inputs, const models::AttentionRules
   if (rules.sinks.defined()) rules_there.sinks = there(rules.sinks);
   const auto kept = models::kept_attention(at[0], at[1], rules_there, 0.0);
   ASSERT_NE(kept, nullptr);
-  EXPECT_EQ(kept->name(), by);
+  if (!by.empty()) {
+    EXPECT_EQ(kept->name(), by);
+  }
   const models::BlockAttention forward = kept->forward(at[0], at[1], at[2], rules_there);
   const models::AttentionGradient d = kept->backward(at[3], at[0], at[1], at[2], forward, rules_there);
   std::vector<Tensor> exact;
@@ -95,20 +99,19 @@ void AttentionOn::expect_kept(const Inputs& inputs, const models::AttentionRules
 TEST_P(AttentionOn, HasTheValuesOfTheHost) {
   const Tensor sinks = torch::randn({4});
   for (const std::int64_t dim : {64, 128, 256}) {
-    if (!takes_heads_of(dim)) continue;
     for (const std::int64_t length : {128, 192, 300})
       for (const std::int64_t window : {0, 20})
         for (const bool with_sinks : {false, true}) {
           SCOPED_TRACE(::testing::Message() << "heads of " << dim << ", " << length << " tokens, window " << window
                                             << (with_sinks ? ", sinks" : ""));
           const models::AttentionRules rules{.window = window, .sinks = with_sinks ? sinks : Tensor()};
-          expect_kept(Inputs(2, length, dim), rules, window == 0 ? whole_rows_by() : others_by());
+          expect_kept(Inputs(2, length, dim), rules, window == 0 ? whole_rows_by(dim) : others_by());
         }
   }
 }
 
 TEST_P(AttentionOn, DocumentsAttendToThemselvesAlone) {
-  const MicroBatch rows = packed({{150, 150}, {300}, {299, 1}});
+  const MicroBatch rows = packed({{150, 149, 1}, {300}, {258, 5, 37}});
   const Tensor sinks = torch::randn({4});
   for (const std::int64_t dim : {64, 128})
     for (const std::int64_t window : {0, 20})
@@ -170,8 +173,7 @@ TEST(ProductsOnGpu, AreAddedInFp32) {
           transposed ? torch::full({n, m}, NAN, torch::kCUDA).t() : torch::full({m, n}, NAN, torch::kCUDA);
       const Tensor exact = a.to(torch::kDouble).t().mm(b.to(torch::kDouble));
       for (const int times : {1, 2, 3}) {
-        product_in_fp32(there, a.to(torch::kCUDA), b.to(torch::kCUDA),
-                                times == 1 ? Order::first : Order::later);
+        product_in_fp32(there, a.to(torch::kCUDA), b.to(torch::kCUDA), times == 1 ? Order::first : Order::later);
         const Tensor difference = there.cpu().to(torch::kDouble) - times * exact;
         EXPECT_LE(difference.norm().item<double>(), 1e-5 * times * exact.norm().item<double>()) << times;
       }

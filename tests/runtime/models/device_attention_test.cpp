@@ -203,10 +203,15 @@ TEST(KeptAttention, counts_sinks_behind_a_kernel_that_knows_none) {
     }
 }
 
-TEST(FlashShape, wide_heads_are_for_cards_with_room_for_them) {
-  for (const int capability : {80, 90, 100, 103}) EXPECT_EQ(models::largest_flash_head(capability), 256) << capability;
-  for (const int capability : {0, 86, 89, 120, 121})
-    EXPECT_EQ(models::largest_flash_head(capability), 192) << capability;
+TEST(FlashShape, heads_of_some_sizes_are_for_some_cards) {
+  for (const int capability : {0, 80, 86, 89, 90, 100, 103, 120}) {
+    for (const std::int64_t dim : {8, 128, 192, 232, 256})
+      EXPECT_TRUE(models::flash_takes_heads_of(dim, capability)) << dim << " on " << capability;
+    const bool large = capability == 80 || capability == 90 || capability == 100 || capability == 103;
+    EXPECT_EQ(models::flash_takes_heads_of(200, capability), large) << capability;
+    EXPECT_EQ(models::flash_takes_heads_of(224, capability), large) << capability;
+    for (const std::int64_t dim : {100, 264}) EXPECT_FALSE(models::flash_takes_heads_of(dim, capability)) << dim;
+  }
 }
 
 TEST(FlashShape, counts_windows_before_the_query_and_documents_by_their_ends) {

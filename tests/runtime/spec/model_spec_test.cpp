@@ -321,6 +321,24 @@ TEST(ModelSpec, RopeAsOldAndNewTransformersWriteIt) {
   EXPECT_EQ(parse(with(llama(), "rope_scaling", nullptr)).config.ropes[0].type, "default");
 }
 
+TEST(ModelSpec, AStretchedRotaryEmbeddingReachesFurther) {
+  const auto longest = [](const Json& scaling) {
+    Json config = with(llama(), "max_position_embeddings", 1000);
+    if (!scaling.is_null()) config["rope_scaling"] = scaling;
+    return parse(config).config.longest_sequence();
+  };
+  EXPECT_EQ(longest(nullptr), 1000);
+  EXPECT_EQ(longest({{"type", "linear"}, {"factor", 4.0}}), 4000);
+  EXPECT_EQ(longest({{"type", "yarn"}, {"factor", 4.0}, {"original_max_position_embeddings", 1000}}), 4000);
+  // As most of these folders have it: max_position_embeddings counts what is reached.
+  EXPECT_EQ(longest({{"rope_type", "llama3"},
+                     {"factor", 4.0},
+                     {"low_freq_factor", 1.0},
+                     {"high_freq_factor", 4.0},
+                     {"original_max_position_embeddings", 250}}),
+            1000);
+}
+
 TEST(ModelSpec, WeightsOfNormsOfHeadsAreNoLinearLayers) {
   const ModelSpec spec = parse(with(with(llama(), "architectures", {"CohereForCausalLM"}), "use_qk_norm", true));
   int found = 0;
