@@ -18,6 +18,8 @@ std::int64_t ModelConfig::longest_sequence() const {
   std::int64_t most = max_positions;
   if (max_positions == 0 || !names.positions.empty()) return most;
   for (const RopeSpec& rope : ropes) {
+    // With llama3 and longrope max_position_embeddings is what the model was trained to reach.
+    if (rope.type != "linear" && rope.type != "yarn") continue;
     const std::int64_t from = rope.original_max_positions > 0 ? rope.original_max_positions : max_positions;
     most = std::max(most, static_cast<std::int64_t>(rope.factor * static_cast<double>(from)));
   }

@@ -330,9 +330,8 @@ TEST(ModelSpec, AStretchedRotaryEmbeddingReachesFurther) {
   EXPECT_EQ(longest(nullptr), 1000);
   EXPECT_EQ(longest({{"type", "linear"}, {"factor", 4.0}}), 4000);
   EXPECT_EQ(longest({{"type", "yarn"}, {"factor", 4.0}, {"original_max_position_embeddings", 1000}}), 4000);
-  // As most of these folders have it: max_position_embeddings counts what is reached.
   EXPECT_EQ(longest({{"rope_type", "llama3"},
-                     {"factor", 4.0},
+                     {"factor", 32.0},
                      {"low_freq_factor", 1.0},
                      {"high_freq_factor", 4.0},
                      {"original_max_position_embeddings", 250}}),
