@@ -20,6 +20,7 @@ void unmap_in_owner(std::byte* data, std::size_t size, void* owner) noexcept {
 }
 
 void* map(std::size_t bytes) {
+  if (bytes == 0) return nullptr;
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) return nullptr;
   // Pinning is paid by the page; where the system has no huge pages this does nothing.
@@ -30,12 +31,12 @@ void* map(std::size_t bytes) {
 }  // namespace
 
 Buffer allocate_buffer(std::size_t bytes) {
-  void* data = bytes == 0 ? nullptr : map(bytes);
+  void* data = map(bytes);
   return data == nullptr ? Buffer() : Buffer(static_cast<std::byte*>(data), bytes, unmap, nullptr);
 }
 
 Buffer allocate_buffer_of_this_process(std::size_t bytes) {
-  void* data = bytes == 0 ? nullptr : map(bytes);
+  void* data = map(bytes);
   if (data == nullptr) return {};
   madvise(data, bytes, MADV_DONTFORK);
   return Buffer(static_cast<std::byte*>(data), bytes, unmap_in_owner,

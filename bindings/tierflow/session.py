@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import numbers
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -98,7 +99,7 @@ class Session:
             {
                 "method": method, "adapters": _dictionary("adapters", adapters), "adapter": os.fspath(adapter or ""), "base_precision": base_precision, "loss": rule,
                 "device": device, "device_memory": parse_size(budget.device), "host_memory": parse_size(budget.host), "storage": [os.fspath(path) for path in budget.storage],
-                "allow_any_filesystem": allow_any_filesystem, "precision": precision, "clip": clip, "micro_batch": micro_batch * 2 if self._pairs and isinstance(micro_batch, int) else micro_batch,
+                "allow_any_filesystem": allow_any_filesystem, "precision": precision, "clip": clip, "micro_batch": micro_batch * 2 if self._pairs and isinstance(micro_batch, numbers.Integral) else micro_batch,
                 "micro_batches": micro_batches, "sequence_length": sequence_length, "seed": seed, "train": train, "top": top, "lr": lr, "lr_schedule": lr_schedule,
                 "warmup": warmup, "steps": steps, "betas": betas, "eps": eps, "weight_decay": weight_decay, "commit_every": int(budget.durable) if train else 0,
                 "go_back": budget.go_back, "run": json.dumps(run, default=_plain),

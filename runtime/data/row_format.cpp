@@ -33,9 +33,10 @@ std::string row_format(const std::filesystem::path& path, const DataOptions& opt
   LineReader lines(path);
   std::string line;
   for (int looked = 0; looked < kMostLines && lines.next(line);) {
-    if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
+    const std::size_t first = line.find_first_not_of(" \t\r");
+    if (first == std::string::npos) continue;
     ++looked;
-    if (!options.skip_bad_records && line[line.find_first_not_of(" \t\r")] == '[')
+    if (!options.skip_bad_records && line[first] == '[')
       fail_input(lines.where(),
                  "begins a JSON array: a row is a line with one object; `jq -c '.[]' a.json > a.jsonl` "
                  "makes such lines");

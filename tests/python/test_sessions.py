@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 from program import needs_torch, run, small, steps_of
 from rows import base, the_library, transformers, write_rows  # noqa: F401
@@ -118,6 +119,13 @@ def test_what_says_the_same_is_the_same(work, session):
     labels[1, 20:] = -100
     losses = [session.evaluate([batch])["loss"] for batch in (padded(0, 1, slice(20, None), labels=labels), {"input_ids": IDS.where(labels >= 0, 3), "labels": labels})]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6) and losses[0] != expected
+
+
+@pytest.mark.parametrize("number", [1, np.int64(1)])
+def test_a_micro_batch_of_pairs_has_two_rows_each(work, number):
+    session = tierflow.Session(work / "model", tierflow.Budget(**BUDGET), sequence_length=LENGTH, loss="simpo", micro_batch=number)
+    assert len(session.evaluate([BATCH])["log_probabilities"]) > 0
+    session.close()
 
 
 @pytest.mark.parametrize("lr", ["a", -1.0, math.nan])
