@@ -140,11 +140,7 @@ class Bench {
   void measure(const std::uint16_t* gradient, std::size_t elements, std::byte* to, const UpdateScratch& found) {
     device_.enqueue(StreamId::round, [=, this](const swap::DeviceQueue& queue) {
       try {
-        if (queue.device == swap::DeviceQueue::kHost)
-          optim::gradient_norm_squared(gradient, elements, found.sums_at(to));
-        else
-          optim::gradient_norm_squared_on_device(gradient, elements, found.sums_at(to), found.not_finite_at(to),
-                                                 {.device = queue.device, .stream = queue.stream});
+        measure_gradient(queue, gradient, elements, found, to);
       } catch (const std::exception& error) {
         refused_ = error.what();
       }

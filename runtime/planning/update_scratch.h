@@ -5,8 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "optim/adamw.h"
 #include "optim/adamw_device.h"
 #include "runtime/spec/packing.h"
+#include "swap/device.h"
 
 namespace tierflow {
 
@@ -30,6 +32,16 @@ struct UpdateScratch {
 // The layout of what measuring a chunk's gradient finds: its sums and whether it is finite, without reports.
 inline UpdateScratch measured_of(std::uint64_t elements) {
   return {0, elements};
+}
+// Measures a gradient of bf16 words where the queue computes: leaves its sums, and whether it is not finite, in
+// `found`, which `at` describes. On a GPU this enqueues. Throws what optim throws.
+inline void measure_gradient(const swap::DeviceQueue& queue, const std::uint16_t* gradient, std::uint64_t elements,
+                             const UpdateScratch& at, std::byte* found) {
+  if (queue.device == swap::DeviceQueue::kHost)
+    *at.not_finite_at(found) = optim::gradient_norm_squared(gradient, elements, at.sums_at(found)) ? 0 : 1;
+  else
+    optim::gradient_norm_squared_on_device(gradient, elements, at.sums_at(found), at.not_finite_at(found),
+                                           {.device = queue.device, .stream = queue.stream});
 }
 inline std::uint64_t measured_bytes(const swap::Layout& layout) {
   std::uint64_t most = 0;

@@ -39,13 +39,8 @@ void OptimizerWork::enqueue_measuring(const swap::Chunk& chunk, swap::Device& de
                                       const std::uint16_t* gradient, std::byte* found) {
   device.enqueue(stream, [gradient, found, elements = chunk.elements,
                           &refused = measured(chunk).refused](const swap::DeviceQueue& queue) {
-    const UpdateScratch at = measured_of(elements);
     try {
-      if (queue.device == swap::DeviceQueue::kHost)
-        optim::gradient_norm_squared(gradient, elements, at.sums_at(found));
-      else
-        optim::gradient_norm_squared_on_device(gradient, elements, at.sums_at(found), at.not_finite_at(found),
-                                               {.device = queue.device, .stream = queue.stream});
+      measure_gradient(queue, gradient, elements, measured_of(elements), found);
     } catch (const std::exception& error) {
       refused = error.what();
     }
@@ -140,14 +135,9 @@ io::Error OptimizerWork::update_on_device(const swap::Chunk& chunk, swap::Device
   device.enqueue(on, [&](const swap::DeviceQueue& queue) {
     const bool here = queue.device == swap::DeviceQueue::kHost;
     const optim::CudaStream there{.device = queue.device, .stream = queue.stream};
-    double* sums = scratch.sums_at(at.scratch);
     optim::DeviceReport* reports = scratch.reports_at(at.scratch);
     try {
-      if (!deferred && here)
-        *scratch.not_finite_at(at.scratch) = optim::gradient_norm_squared(at.gradient, chunk.elements, sums) ? 0 : 1;
-      else if (!deferred)
-        optim::gradient_norm_squared_on_device(at.gradient, chunk.elements, sums, scratch.not_finite_at(at.scratch),
-                                               there);
+      if (!deferred) measure_gradient(queue, at.gradient, chunk.elements, scratch, at.scratch);
       for (std::size_t i = 0; i < pieces.size(); ++i) {
         const TensorPiece& piece = pieces[i];
         const optim::AdamWParams params = at_piece(params_of(deferred, piece), chunk, piece);
