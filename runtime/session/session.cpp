@@ -75,6 +75,7 @@ Evaluation Session::evaluate(std::int64_t count, const std::function<MicroBatch(
 }
 Evaluation Session::Impl::evaluated(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
                                     const Scored& scored, const Progress& progress) {
+  if (count < 1) fail_usage("there are no micro-batches: nothing can be evaluated");
   try {
     const Evaluation result = guarded(executor(), [&] { return evaluate(count, make, scored, progress); });
     throw_if_out_of_memory();

@@ -38,10 +38,10 @@ void check_options(const SessionOptions& options, const AdamW& adamw, std::int64
     fail_usage("micro_batch, micro_batches and sequence_length are at least 1");
   if (options.device != "cpu" && options.device != "cuda")
     fail_usage("device is cpu or cuda, not \"" + options.device + "\"");
-  if (!options.train) return;
   if (options.sequence_length > positions && positions > 0)
     fail_usage("sequence_length " + std::to_string(options.sequence_length) + " exceeds the model's " +
                std::to_string(positions) + " positions");
+  if (!options.train) return;
   if (options.clip && !(*options.clip > 0)) fail_usage("clip is a number above 0, or none");
   const auto is_decay = [](double beta) { return beta >= 0 && beta < 1; };
   if (!is_decay(adamw.beta1) || !is_decay(adamw.beta2)) fail_usage("AdamW's betas are at least 0 and less than 1");

@@ -76,10 +76,26 @@ void Streamer::Impl::make_store() {
     store->remove_files();  // their names: nothing is left of a process that is killed
 }
 
+void Streamer::Impl::check_turn(int stage, swap::Pass pass, const std::vector<bool>& gradients) const {
+  const swap::Layout& layout = *plan.layout;
+  const int stages = static_cast<int>(layout.stages().size());
+  if (stage < 0 || stage >= stages)
+    fail_usage("there is no stage " + std::to_string(stage) + ": stages are 0 to " + std::to_string(stages - 1));
+  if (pass != swap::Pass::backward && pass != swap::Pass::head) return;
+  const std::vector<int>& of_stage = layout.stages()[stage].units;
+  if (gradients.size() != of_stage.size())
+    fail_usage("stage " + std::to_string(stage) + " has " + std::to_string(of_stage.size()) + " units, and " +
+               std::to_string(gradients.size()) + " values say which of them get gradients");
+  for (std::size_t position = 0; position < of_stage.size(); ++position)
+    if (gradients[position] && layout.trainable_chunks_of(of_stage[position]).empty())
+      fail_usage(units[of_stage[position]].name + " is not trained and gets no gradients");
+}
+
 Weights Streamer::enter(int stage, swap::Pass pass, const std::vector<bool>& gradients, bool gradients_stay) {
   Impl& impl = *impl_;
   if (impl.turn.visit != nullptr) fail_usage("two streamed modules run at the same time: one calls the other");
   if (impl.torch_device.is_cuda()) expect_default_stream({c10::DeviceType::CUDA, 0});
+  impl.check_turn(stage, pass, gradients);
   impl.executor().append(
       impl.planner->visit({.stage = stage, .pass = pass, .gradients = gradients, .gradients_stay = gradients_stay}),
       impl.work);
@@ -121,6 +137,9 @@ void Streamer::collect(const Weights& leaves) {
 void Streamer::add(const Gradients& gradients) {
   const torch::NoGradGuard no_grad;
   if (impl_->turn.visit == nullptr) fail_usage("no turn is being taken");
+  if (gradients.size() > impl_->sums.size())
+    fail_usage(std::to_string(gradients.size()) + " gradients were given for the " +
+               std::to_string(impl_->sums.size()) + " weights of a stage");
   for (std::size_t i = 0; i < gradients.size(); ++i)
     if (gradients[i].defined()) impl_->add(i, gradients[i]);
 }
@@ -207,6 +226,10 @@ void Streamer::forget(int unit, int tensor) {
 
 void Streamer::step(std::vector<std::pair<int, std::vector<TensorUpdate>>> updates) {
   Impl& impl = *impl_;
+  for (const auto& [unit, how] : updates)
+    if (unit < 0 || unit >= static_cast<int>(impl.units.size()) || how.size() != impl.units[unit].tensors.size())
+      fail_usage("a step names unit " + std::to_string(unit) + " with updates of " + std::to_string(how.size()) +
+                 " tensors: no unit is like that");
   impl.close_gradients();
   std::vector<int> units;
   for (auto& [unit, how] : updates) {

@@ -55,6 +55,7 @@ struct Streamer::Impl {
           "after forward() and backward()");
     throw_if(executor().drain());
   }
+  void check_turn(int stage, swap::Pass pass, const std::vector<bool>& gradients) const;  // throws Exception (usage)
   void open_sums();
   void add(std::size_t weight, const torch::Tensor& gradient) {
     Sum& sum = sums.at(weight);

@@ -40,10 +40,26 @@ std::uint64_t smallest(std::uint64_t given, const Works& works) {
   return at;
 }
 
+// Throws Exception (kind usage).
+void check_stages(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& stages) {
+  if (units.empty()) fail_usage("the module has no parameters: there is nothing that could stream");
+  std::vector<bool> used(units.size(), false);
+  for (const std::vector<int>& stage : stages)
+    for (const int unit : stage) {
+      if (unit < 0 || unit >= static_cast<int>(units.size()))
+        fail_usage("a stage has unit " + std::to_string(unit) + ", and units are 0 to " +
+                   std::to_string(units.size() - 1));
+      used[unit] = true;
+    }
+  for (std::size_t unit = 0; unit < units.size(); ++unit)
+    if (!used[unit]) fail_usage("unit " + std::to_string(unit) + " (" + units[unit].name + ") is in no stage");
+}
+
 }  // namespace
 
 StreamerPlan::StreamerPlan(const std::vector<UnitSpec>& units, const std::vector<std::vector<int>>& stages,
                            const StreamerOptions& options) {
+  check_stages(units, stages);
   ModelSpec spec;
   spec.units = units;
   for (const std::vector<int>& stage : stages) spec.stages.push_back({.kind = StageKind::block, .units = stage});

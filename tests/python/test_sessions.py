@@ -128,6 +128,13 @@ def test_a_micro_batch_of_pairs_has_two_rows_each(work, number):
     session.close()
 
 
+def test_nothing_is_not_evaluated(session):
+    loss = session.evaluate([BATCH])["loss"]
+    with pytest.raises(tierflow.UsageError, match="no micro-batches"):
+        session.evaluate([])
+    assert session.evaluate([BATCH])["loss"] == loss
+
+
 @pytest.mark.parametrize("lr", ["a", -1.0, math.nan])
 def test_a_learning_rate_of_a_step_is_checked(session, lr):
     loss = session.evaluate([BATCH])["loss"]

@@ -223,6 +223,7 @@ TEST(Session, WhatItRefusesLeavesItAsItWas) {
               refused([&] { session.evaluate(untaught); }, "micro-batch 0 has a teacher's tokens");
               refused([&] { session.step(batches(1, 5)); }, "a step takes 2 micro-batches");
               refused([&] { session.evaluate(beyond); }, "micro-batch 1: id");
+              refused([&] { session.evaluate(std::vector<MicroBatch>{}); }, "no micro-batches");
               const int after = session.plan().evaluated_at_once;  // one pass of good ones
               const auto make = [&](std::int64_t index) { return index < after ? batches(1, 5)[0] : beyond[1]; };
               refused([&] { session.evaluate(after + 2, make); }, "micro-batch " + std::to_string(after) + ": id");
@@ -249,6 +250,8 @@ TEST(Session, RefusesOptionsThatCannotTrain) {
   longer.sequence_length = 64;
   const Session fits(model, longer);
   longer.sequence_length = 65;
+  refused("sequence_length 65 exceeds the model's 64 positions", longer);
+  longer.train = false;
   refused("sequence_length 65 exceeds the model's 64 positions", longer);
   SessionOptions none = resident(1);
   none.micro_batches = 0;

@@ -147,6 +147,48 @@ TEST(StreamerTurns, AreTakenOneAtATime) {
   EXPECT_FALSE(turns.streamer.inside());
 }
 
+TEST(StreamerTurns, WhatDoesNotFitTheStagesIsRefusedAndTheStreamerGoesOn) {
+  Turns turns(in_memory());
+  Streamer& streamer = turns.streamer;
+  for (const int stage : {-1, kStages})
+    expect_refusal(io::ErrorKind::usage, {"no stage", "0 to 2"},
+                   [&] { streamer.enter(stage, swap::Pass::forward, {}, false); });
+  expect_refusal(io::ErrorKind::usage, {"stage 1", "1 units", "0 values"},
+                 [&] { streamer.enter(1, swap::Pass::backward, {}, false); });
+  streamer.enter(1, swap::Pass::backward, {true}, false);
+  expect_refusal(io::ErrorKind::usage, {"2 gradients", "1 weights"}, [&] {
+    streamer.add({torch::ones({300, 300}), torch::ones({300, 300})});
+  });
+  streamer.leave();
+  streamer.drop_gradient(1);
+  using Updates = std::vector<std::pair<int, std::vector<TensorUpdate>>>;
+  for (const Updates& wrong : {Updates{{3, {{}}}}, Updates{{-1, {{}}}}, Updates{{0, {}}}})
+    expect_refusal(io::ErrorKind::usage, {"unit " + std::to_string(wrong[0].first)}, [&] { streamer.step(wrong); });
+  EXPECT_EQ(turns.pass(input(1), false), Turns(in_memory()).pass(input(1), false));
+}
+
+TEST(StreamerTurns, AUnitThatIsNotTrainedGetsNoGradients) {
+  std::vector<UnitSpec> units = matrices();
+  units[1].tensors[0].trainable = false;
+  const auto zeros = [](const TensorSpec&, std::uint64_t, std::span<float> out) { std::ranges::fill(out, 0.0F); };
+  Streamer streamer(units, {{0}, {1}, {2}}, zeros, in_memory());
+  expect_refusal(io::ErrorKind::usage, {"layers.1", "not trained"},
+                 [&] { streamer.enter(1, swap::Pass::backward, {true}, false); });
+  EXPECT_EQ(streamer.enter(1, swap::Pass::backward, {false}, false).size(), 1U);
+  streamer.leave();
+}
+
+TEST(StreamerTurns, StagesThatMissOrInventUnitsAreRefused) {
+  using Stages = std::vector<std::vector<int>>;
+  const auto plan = [](const std::vector<UnitSpec>& units, const Stages& stages) {
+    streamer_bytes(units, stages, in_memory(), 1);
+  };
+  expect_refusal(io::ErrorKind::usage, {"no parameters"}, [&] { plan({}, {}); });
+  for (const Stages& stages : {Stages{{0}, {1}, {3}}, Stages{{0}, {-1}, {2}}})
+    expect_refusal(io::ErrorKind::usage, {"a stage has unit", "0 to 2"}, [&] { plan(matrices(), stages); });
+  expect_refusal(io::ErrorKind::usage, {"unit 1 (layers.1) is in no stage"}, [&] { plan(matrices(), {{0}, {2}}); });
+}
+
 // The error names both budgets; with these it works.
 TEST(StreamerTurns, BudgetsThatAreTooSmallAreNamedWithTheSmallestThatWork) {
   const Folder folder;
