@@ -12,56 +12,27 @@ io::Error Executor::Impl::allocate() {
   if (!device_memory.ok()) return device_memory.error();
   arena = std::move(device_memory).value();
 
-  const std::vector<HostBuffer> places = arrangement.host_buffers(layout);
+  const std::vector<HostBuffer> host_buffers = arrangement.host_buffers(layout);
   std::vector<std::size_t> sizes;
-  for (const HostBuffer& place : places) sizes.push_back(place.bytes);
+  for (const HostBuffer& one : host_buffers) sizes.push_back(one.bytes);
   auto host_memory = HostMemory::create(sizes, device);
   if (!host_memory.ok()) return host_memory.error();
   memory = std::move(host_memory).value();
-  if (store != nullptr && !places.empty()) store->register_memory(memory->slab(), memory->registrations());
+  if (store != nullptr && !host_buffers.empty()) store->register_memory(memory->slab(), memory->registrations());
 
-  for (auto& list : residents) list.resize(layout.chunks().size());
+  for (const ExtentKind kind : kChunkExtents)
+    places[index_of(resident_place(kind, 0).where)].resize(layout.chunks().size());
   for (auto& list : unsaved) list.resize(layout.chunks().size());
-  saved.resize(arrangement.items.size());
   zero_gradient.resize(layout.chunks().size());
-  for (std::size_t i = 0; i < places.size(); ++i) {
+  for (std::size_t i = 0; i < host_buffers.size(); ++i) {
+    const auto [where, index] = host_buffers[i].place;
     const std::span<std::byte> bytes = memory->buffer(i);
-    const auto streams_through = [&](auto& buffers, auto& spans) {
-      spans.push_back(bytes);
-      buffers.push_back(memory->lend(bytes));
-    };
-    const int index = places[i].place.index;
-    switch (places[i].place.where) {
-      case HostRef::Where::word_buffer:
-        streams_through(word_buffers, word_bytes);
-        break;
-      case HostRef::Where::state_buffer:
-        streams_through(state_buffers, state_bytes);
-        break;
-      case HostRef::Where::activation_buffer:
-        streams_through(activation_buffers, activation_bytes);
-        break;
-      case HostRef::Where::measured_buffer:
-        measured_on_host.push_back(bytes);
-        break;
-      case HostRef::Where::cached:
-        cached.push_back(bytes);
-        break;
-      case HostRef::Where::resident_hi:
-        residents[0][index] = bytes;
-        break;
-      case HostRef::Where::resident_state:
-        residents[1][index] = bytes;
-        break;
-      case HostRef::Where::resident_gradient:
-        residents[2][index] = bytes;
-        break;
-      case HostRef::Where::resident_gradient_low:
-        residents[3][index] = bytes;
-        break;
-      default:
-        saved[index] = bytes;
-    }
+    auto& alike = places[index_of(where)];
+    alike.resize(std::max(alike.size(), static_cast<std::size_t>(index) + 1));
+    alike[static_cast<std::size_t>(index)] = bytes;
+    if (where == HostRef::Where::word_buffer || where == HostRef::Where::state_buffer ||
+        where == HostRef::Where::activation_buffer)
+      buffers[index_of(where)].push_back(memory->lend(bytes));
   }
   return {};
 }

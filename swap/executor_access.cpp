@@ -17,13 +17,13 @@ io::Error Executor::access(ExtentKind kind, int chunk, bool writes,
     std::lock_guard lock(impl.mutex);
     if (impl.error) return impl.error;  // the buffers may be gone with a drive that does not answer
   }
-  if (const auto resident = impl.residents[static_cast<int>(kind)][chunk]; !resident.empty()) {
+  if (const auto resident = impl.resident(kind, chunk); !resident.empty()) {
     use(resident);
     if (writes) impl.unsaved[static_cast<int>(kind)][chunk] = true;
     return {};
   }
   if (impl.arrangement.device_place(kind, chunk) != kNowhere) {
-    const std::span<std::byte> bytes = impl.state_bytes.front().first(impl.layout.chunks()[chunk].bytes(kind));
+    const auto bytes = impl.host({HostRef::Where::state_buffer, 0}, impl.layout.chunks()[chunk].bytes(kind));
     if (!writes) {
       if (io::Error error = impl.copy_to_host(kind, chunk, bytes)) return error;
       use(bytes);
@@ -33,7 +33,8 @@ io::Error Executor::access(ExtentKind kind, int chunk, bool writes,
     impl.unsaved[static_cast<int>(kind)][chunk] = true;
     return impl.copy_to_device(kind, chunk, bytes);
   }
-  auto& buffers = kind == ExtentKind::state ? impl.state_buffers : impl.word_buffers;
+  const auto through = kind == ExtentKind::state ? HostRef::Where::state_buffer : HostRef::Where::word_buffer;
+  std::vector<io::Buffer>& buffers = impl.buffers[index_of(through)];
   if (impl.store == nullptr || buffers.empty())
     return {
         .kind = io::ErrorKind::usage, .operation = "access", .detail = "the arrangement has no place for this extent"};
@@ -75,7 +76,7 @@ io::Error Executor::write_back() {
   int outstanding = 0;
   for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
     for (int chunk = 0; chunk < static_cast<int>(impl.layout.chunks().size()); ++chunk) {
-      const auto bytes = impl.residents[static_cast<int>(kind)][chunk];
+      const auto bytes = impl.resident(kind, chunk);
       if (bytes.empty() || !std::exchange(impl.unsaved[static_cast<int>(kind)][chunk], false)) continue;
       {
         std::unique_lock lock(impl.mutex);
@@ -103,7 +104,7 @@ io::Error Executor::Impl::write_back_from_device() {
     if (arrangement.device_place(ExtentKind::state, chunk.id) == kNowhere ||
         !std::exchange(unsaved[static_cast<int>(ExtentKind::state)][chunk.id], false))
       continue;
-    io::Buffer& through = state_buffers.front();
+    io::Buffer& through = buffer({HostRef::Where::state_buffer, 0});
     const auto bytes = through.bytes().first(chunk.state_bytes);
     if (io::Error error = copy_to_host(ExtentKind::state, chunk.id, bytes)) return error;
     store->stamp(ExtentKind::state, chunk.id, bytes);

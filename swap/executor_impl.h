@@ -46,6 +46,9 @@ constexpr int kWritesBack = 4;  // in flight at once
 inline std::size_t index_of(Lane lane) {
   return static_cast<std::size_t>(lane);
 }
+inline std::size_t index_of(HostRef::Where where) {
+  return static_cast<std::size_t>(where);
+}
 
 struct Executor::Impl {
   Impl(Device& device_, Store* store_, const Layout& layout_, const Arrangement& arrangement_,
@@ -116,12 +119,19 @@ struct Executor::Impl {
     return ref.where == HostRef::Where::resident_hi || ref.where == HostRef::Where::resident_state ||
            ref.where == HostRef::Where::cached;
   }
-  std::span<std::byte> host(const HostRef& ref, std::size_t bytes);
-  io::Buffer& buffer(const HostRef& ref) {
-    return ref.where == HostRef::Where::state_buffer        ? state_buffers[ref.index]
-           : ref.where == HostRef::Where::activation_buffer ? activation_buffers[ref.index]
-                                                            : word_buffers[ref.index];
+  // The first bytes of a place; none of none.
+  std::span<std::byte> host(const HostRef& ref, std::size_t bytes) {
+    if (ref.where == HostRef::Where::none) return {};
+    return places[index_of(ref.where)][static_cast<std::size_t>(ref.index)].first(bytes);
   }
+  // An extent that stays in RAM; none if it does not.
+  std::span<std::byte> resident(ExtentKind kind, int chunk) const {
+    return places[index_of(resident_place(kind, chunk).where)][static_cast<std::size_t>(chunk)];
+  }
+  std::span<std::byte> measured_on_host(int gradient_slot) {
+    return host({HostRef::Where::measured_buffer, gradient_slot}, arrangement.measured_bytes);
+  }
+  io::Buffer& buffer(const HostRef& ref) { return buffers[index_of(ref.where)][static_cast<std::size_t>(ref.index)]; }
 
   Device& device;
   Store* store;
@@ -132,15 +142,11 @@ struct Executor::Impl {
 
   io::Buffer arena;
   std::unique_ptr<HostMemory> memory;
-  std::vector<io::Buffer> word_buffers, state_buffers, activation_buffers;
-  // The same memory: an upload may read what a write in flight, which holds the Buffer, reads as well.
-  std::vector<std::span<std::byte>> word_bytes, state_bytes, activation_bytes;
-  std::vector<std::span<std::byte>> residents[kExtentKinds];
+  std::vector<std::span<std::byte>> places[kHostPlaces];  // by HostRef
+  // Of streaming buffers, as the store takes them. While it has one, an upload may read the same memory.
+  std::vector<io::Buffer> buffers[kHostPlaces];
   // Of those that stay in RAM or on the device: not what the store has. A byte each: lanes set them beside one another.
   std::vector<char> unsaved[kExtentKinds];
-  std::vector<std::span<std::byte>> cached;            // parts of the slots for units on demand
-  std::vector<std::span<std::byte>> saved;             // by item
-  std::vector<std::span<std::byte>> measured_on_host;  // by slot of a gradient
   // By chunk: its newest gradient is zeros alone, and is not stored. A byte each, as above.
   std::vector<char> zero_gradient;
 

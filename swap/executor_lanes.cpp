@@ -71,31 +71,6 @@ void Executor::Impl::run(Lane lane, TaskId id, Node& at) {
   finish(id, std::move(failed));
 }
 
-std::span<std::byte> Executor::Impl::host(const HostRef& ref, std::size_t bytes) {
-  switch (ref.where) {
-    case HostRef::Where::word_buffer:
-      return word_bytes[ref.index].first(bytes);
-    case HostRef::Where::state_buffer:
-      return state_bytes[ref.index].first(bytes);
-    case HostRef::Where::resident_hi:
-      return residents[0][ref.index];
-    case HostRef::Where::resident_state:
-      return residents[1][ref.index];
-    case HostRef::Where::resident_gradient:
-      return residents[2][ref.index];
-    case HostRef::Where::resident_gradient_low:
-      return residents[3][ref.index];
-    case HostRef::Where::activation_buffer:
-      return activation_bytes[ref.index].first(bytes);
-    case HostRef::Where::cached:
-      return cached[ref.index].first(bytes);
-    case HostRef::Where::activations:
-      return saved[ref.index];
-    default:
-      return {};
-  }
-}
-
 // The extent that a disk task moves and the buffer it moves through.
 Executor::Impl::Extent Executor::Impl::extent_of(const Task& task) const {
   switch (task.kind) {
@@ -161,9 +136,7 @@ void Executor::Impl::land_loop(StreamId stream) {
       failed = device.synchronize(at.ended);
       if (stream != StreamId::compute) {
         if (!failed && at.rounded_in != -1 && arrangement.measured_bytes != 0)
-          failed = at.work->take_measured(
-              layout.chunks()[at.task.chunk],
-              measured_on_host[static_cast<std::size_t>(at.rounded_in)].first(arrangement.measured_bytes));
+          failed = at.work->take_measured(layout.chunks()[at.task.chunk], measured_on_host(at.rounded_in));
         has_room(stream);
         if (!failed) stamp_copy(at.task);
       }
@@ -227,8 +200,8 @@ void Executor::Impl::start_gradient(StreamId stream, Node& at) {
   }
   copy(next, elements);
   if (at.rounded_in != -1 && arrangement.measured_bytes != 0)
-    device.copy_to_host(stream, measured_on_host[static_cast<std::size_t>(at.rounded_in)].data(),
-                        measured_in(at.rounded_in), arrangement.measured_bytes);
+    device.copy_to_host(stream, measured_on_host(at.rounded_in).data(), measured_in(at.rounded_in),
+                        arrangement.measured_bytes);
   task.bytes -= at.left_out;
 }
 

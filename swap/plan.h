@@ -81,25 +81,17 @@ struct HostRef {
 
 inline constexpr int kHostPlaces = 11;
 
-// A range that a task reads or writes. Ranges of different spaces never meet.
+// A range that a task reads or writes. Ranges of different spaces never meet. Each kind of place on the host is a space
+// with its number (HostRef::Where); these are the others.
 enum class Space : std::uint8_t {
-  device,
-  word_buffer,
-  state_buffer,
-  resident_hi,
-  resident_state,
-  resident_gradient,
-  resident_gradient_low,
-  activation_buffer,
-  activations,
-  cached,
+  device = kHostPlaces,
   stored_hi,
   stored_state,
   stored_gradient,
   stored_gradient_low,
   stored_activations
 };
-inline constexpr int kSpaces = 15;
+inline constexpr int kSpaces = kHostPlaces + 6;
 struct Access {
   Space space = Space::device;
   std::uint64_t begin = 0, end = 0;

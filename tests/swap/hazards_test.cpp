@@ -6,6 +6,7 @@
 #include <functional>
 #include <vector>
 
+#include "swap/access.h"
 #include "swap/arrange.h"
 #include "swap/planner.h"
 #include "swap/visit_planner.h"
@@ -20,7 +21,7 @@ Access device(std::uint64_t begin, std::uint64_t end, bool writes) {
   return {Space::device, begin, end, writes};
 }
 Access buffer(std::uint64_t index, bool writes) {
-  return {Space::word_buffer, index, index + 1, writes};
+  return host_access({HostRef::Where::word_buffer, static_cast<int>(index)}, writes);
 }
 
 TEST(Hazards, ReadFollowsTheLastWrite) {
