@@ -42,22 +42,12 @@ bool MissedUpdates::any() const {
 void MissedUpdates::replay(const PackedModel& model, const swap::Chunk& chunk, std::span<std::byte> words,
                            std::span<std::byte> state, const Each& each) const {
   constexpr std::uint64_t kPart = 16 * optim::kBlock;  // so that one chunk keeps several threads busy
-  const PackedUnit& unit = model.units[chunk.unit];
-  struct Piece {
-    const PackedTensor* tensor;
-    std::uint64_t in_tensor, in_chunk, elements;
-  };
-  std::vector<Piece> pieces;
-  for_each_piece(unit, chunk,
-                 [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-                   for (std::uint64_t at = 0; at < count; at += kPart)
-                     pieces.push_back({&tensor, in_tensor + at, in_chunk + at, std::min(kPart, count - at)});
-                 });
-  const optim::State view = state_view(unit.formats[chunk.group], chunk.elements,
+  const std::vector<TensorPiece> pieces = pieces_of(model, chunk, kPart);
+  const optim::State view = state_view(model.units[chunk.unit].formats[chunk.group], chunk.elements,
                                        reinterpret_cast<std::uint16_t*>(words.data()), state.data());
   const std::span rates = std::span(lr_).last(static_cast<std::size_t>(count(chunk.id)));
   each(pieces.size(), [&](std::size_t index) {
-    const Piece& piece = pieces[index];
+    const TensorPiece& piece = pieces[index];
     std::vector<optim::AdamWParams> updates;
     for (const float lr : rates)
       updates.push_back({.lr = lr * piece.tensor->lr_scale,

@@ -20,10 +20,10 @@ std::vector<bool> chunks_with_window_factors(const ModelSpec& spec, const Sessio
   std::vector<bool> found(plan.layout->chunks().size(), false);
   if (!windows) return found;
   for (const swap::Chunk& chunk : plan.layout->chunks())
-    for_each_piece(plan.packed.units[chunk.unit], chunk, [&](const PackedTensor& tensor, auto...) {
-      const TensorSpec& of = spec.units[chunk.unit].tensors[tensor.tensor];
+    for (const TensorPiece& piece : pieces_of(plan.packed, chunk)) {
+      const TensorSpec& of = spec.units[chunk.unit].tensors[piece.tensor->tensor];
       if (of.trainable && of.rewritten != Rewritten::never) found[chunk.id] = true;
-    });
+    }
   return found;
 }
 
@@ -232,15 +232,12 @@ SessionPlan arrange_again(const SessionPlan& other, const ModelSpec& spec, const
     plan.commit_every = commit_interval(plan.writes, *plan.layout, plan.arrangement);
   plan.speculates = options.speculation != Speculation::never && plan.arrangement.staged && plan.commit_every != 0 &&
                     !windows && !begins_with_gradient(spec);
-  for (std::size_t id = 0; id < plan.layout->chunks().size(); ++id) {
-    const swap::Chunk& chunk = plan.layout->chunks()[id];
-    for_each_piece(plan.packed.units[chunk.unit], chunk,
-                   [&](const PackedTensor&, std::uint64_t, std::uint64_t, std::uint64_t count) {
-                     if (plan.arrangement.deferred[id]) plan.deferred_parameters += count;
-                     if (plan.arrangement.on_device[id]) plan.device_updated_parameters += count;
-                     if (plan.arrangement.device_place(swap::ExtentKind::state, chunk.id) != swap::kNowhere)
-                       plan.device_state_parameters += count;
-                   });
+  for (const swap::Chunk& chunk : plan.layout->chunks()) {
+    const std::uint64_t parameters = parameters_in(plan.packed, chunk);
+    if (plan.arrangement.deferred[chunk.id]) plan.deferred_parameters += parameters;
+    if (plan.arrangement.on_device[chunk.id]) plan.device_updated_parameters += parameters;
+    if (plan.arrangement.device_place(swap::ExtentKind::state, chunk.id) != swap::kNowhere)
+      plan.device_state_parameters += parameters;
   }
   plan.stored =
       plan.writes.load + plan.writes.activations != 0 || options.keep_store || plan.commit_every != 0 || options.resume;

@@ -53,12 +53,8 @@ inline std::uint64_t measured_bytes(const swap::Layout& layout) {
 // What the most demanding chunk needs.
 inline std::uint64_t update_scratch_bytes(const PackedModel& model, const swap::Layout& layout) {
   std::uint64_t most = 0;
-  for (const swap::Chunk& chunk : layout.chunks()) {
-    std::size_t pieces = 0;
-    for_each_piece(model.units[chunk.unit], chunk,
-                   [&](const PackedTensor&, std::uint64_t, std::uint64_t, std::uint64_t) { ++pieces; });
-    most = std::max<std::uint64_t>(most, UpdateScratch(pieces, chunk.elements).bytes);
-  }
+  for (const swap::Chunk& chunk : layout.chunks())
+    most = std::max<std::uint64_t>(most, UpdateScratch(pieces_of(model, chunk).size(), chunk.elements).bytes);
   return most;
 }
 

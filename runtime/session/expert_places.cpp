@@ -37,18 +37,19 @@ std::vector<swap::ElementRange> ExpertPlaces::untouched(const swap::Chunk& chunk
     if (from > end) zeros.push_back({.begin = end, .end = from});
     end = to;
   };
-  for_each_piece(packed_.units[static_cast<std::size_t>(chunk.unit)], chunk,
-                 [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-                   const auto place = experts_.find({chunk.unit, tensor.tensor});
-                   if (place == experts_.end()) return touch(in_chunk, in_chunk + count);
-                   const auto& [first, elements] = place->second;
-                   for (std::uint64_t at = 0; at < count;) {
-                     const std::uint64_t expert = (in_tensor + at) / elements;
-                     const std::uint64_t next = std::min(count, (expert + 1) * elements - in_tensor);
-                     if (told->second[static_cast<std::size_t>(first) + expert]) touch(in_chunk + at, in_chunk + next);
-                     at = next;
-                   }
-                 });
+  for (const TensorPiece& piece : pieces_of(packed_, chunk)) {
+    const auto place = experts_.find({chunk.unit, piece.tensor->tensor});
+    if (place == experts_.end()) {
+      touch(piece.in_chunk, piece.in_chunk + piece.elements);
+      continue;
+    }
+    const auto& [first, elements] = place->second;
+    for (std::uint64_t at = 0, next = 0; at < piece.elements; at = next) {
+      const std::uint64_t expert = (piece.in_tensor + at) / elements;
+      next = std::min(piece.elements, (expert + 1) * elements - piece.in_tensor);
+      if (told->second[static_cast<std::size_t>(first) + expert]) touch(piece.in_chunk + at, piece.in_chunk + next);
+    }
+  }
   touch(chunk.elements, chunk.elements);
   return zeros;
 }

@@ -52,9 +52,8 @@ std::vector<bool> Session::Impl::chunks_of_tokens(const std::vector<MicroBatch>&
     }
     // What else lies among the chunks, such as a table of positions, is used by every step.
     for (const swap::Chunk& chunk : chunks)
-      for_each_piece(plan.packed.units[table.unit], chunk, [&](const PackedTensor& tensor, auto...) {
-        if (tensor.tensor != table.tensor) used[chunk.id] = true;
-      });
+      for (const TensorPiece& piece : pieces_of(plan.packed, chunk))
+        if (piece.tensor->tensor != table.tensor) used[chunk.id] = true;
   }
   return used;
 }
@@ -91,11 +90,7 @@ void Session::Impl::add_update(const std::vector<bool>& used, bool speculated, d
 std::uint64_t Session::Impl::sparse_parameters(const std::function<bool(int chunk)>& these) const {
   std::uint64_t sum = 0;
   for (const int id : plan.layout->sparse_chunks())
-    if (these(id)) {
-      const swap::Chunk& chunk = plan.layout->chunks()[id];
-      for_each_piece(plan.packed.units[chunk.unit], chunk,
-                     [&](const PackedTensor&, std::uint64_t, std::uint64_t, std::uint64_t count) { sum += count; });
-    }
+    if (these(id)) sum += parameters_in(plan.packed, plan.layout->chunks()[id]);
   return sum;
 }
 

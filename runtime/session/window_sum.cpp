@@ -87,14 +87,12 @@ ReadChunk read_with_windows(const ModelSpec& spec, const ModelExtents& extents) 
     auto* const hi = reinterpret_cast<std::uint16_t*>(words.data());
     const auto* const lo = reinterpret_cast<const std::uint16_t*>(state.data());
     std::vector<float> values;
-    for_each_piece(
-        extents.packed.units[static_cast<std::size_t>(chunk.unit)], chunk,
-        [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-          values.resize(count);
-          widen_words(hi + in_chunk, split ? lo + in_chunk : nullptr, values);
-          held->sum->add_to(tensor.tensor, in_tensor, values);
-          std::ranges::transform(values, hi + in_chunk, optim::bf16_from_float);
-        });
+    for (const TensorPiece& piece : pieces_of(extents.packed, chunk)) {
+      values.resize(piece.elements);
+      widen_words(hi + piece.in_chunk, split ? lo + piece.in_chunk : nullptr, values);
+      held->sum->add_to(piece.tensor->tensor, piece.in_tensor, values);
+      std::ranges::transform(values, hi + piece.in_chunk, optim::bf16_from_float);
+    }
     use(words);
   };
 }

@@ -132,6 +132,29 @@ std::vector<StatePart> state_parts(const StateFormat& format) {
   return parts;
 }
 
+std::vector<TensorPiece> pieces_of(const PackedModel& model, const swap::Chunk& chunk, std::uint64_t most) {
+  std::vector<TensorPiece> pieces;
+  const std::vector<PackedTensor>& tensors = model.units[chunk.unit].tensors;
+  const std::uint64_t chunk_end = chunk.first + chunk.elements;
+  const auto before = [&](const PackedTensor& tensor) { return tensor.offset + tensor.elements <= chunk.first; };
+  for (auto at = std::ranges::partition_point(tensors, before); at != tensors.end() && at->offset < chunk_end; ++at) {
+    const std::uint64_t end = std::min(at->offset + at->elements, chunk_end);
+    for (std::uint64_t begin = std::max(at->offset, chunk.first), next = 0; begin < end; begin = next) {
+      const std::uint64_t in_chunk = begin - chunk.first;
+      next = begin + std::min(most - in_chunk % most, end - begin);
+      pieces.push_back(
+          {.tensor = &*at, .in_tensor = begin - at->offset, .in_chunk = in_chunk, .elements = next - begin});
+    }
+  }
+  return pieces;
+}
+
+std::uint64_t parameters_in(const PackedModel& model, const swap::Chunk& chunk) {
+  std::uint64_t sum = 0;
+  for (const TensorPiece& piece : pieces_of(model, chunk)) sum += piece.elements;
+  return sum;
+}
+
 optim::State state_view(const StateFormat& format, std::uint64_t elements, std::uint16_t* words, std::byte* state) {
   optim::State view;
   view.master = format.master;

@@ -1,7 +1,6 @@
 #pragma once
 // How the tensors of a model lie in the units that stream: offsets, groups of one precision, and the swap layout that
 // follows. No torch here.
-#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -68,18 +67,18 @@ optim::State state_view(const StateFormat& format, std::uint64_t elements, std::
 // The AdamWParams::rounding_key of a tensor of a unit.
 std::uint64_t rounding_key(std::uint64_t seed, int unit, int tensor);
 
-// Calls use(tensor, offset in tensor, offset in chunk, count) for each tensor that has elements in the chunk, in order.
-// `count` is without padding.
-template <class Use>
-void for_each_piece(const PackedUnit& unit, const swap::Chunk& chunk, Use use) {
-  const std::uint64_t chunk_end = chunk.first + chunk.elements;
-  const auto before = [&](const PackedTensor& tensor) { return tensor.offset + tensor.elements <= chunk.first; };
-  for (auto at = std::ranges::partition_point(unit.tensors, before); at != unit.tensors.end(); ++at) {
-    if (at->offset >= chunk_end) return;
-    const std::uint64_t begin = std::max(at->offset, chunk.first), end = std::min(at->offset + at->elements, chunk_end);
-    if (begin < end) use(*at, begin - at->offset, begin - chunk.first, end - begin);
-  }
-}
+// A run of a tensor's elements in a chunk, without padding.
+struct TensorPiece {
+  const PackedTensor* tensor = nullptr;  // null: any tensors that lie there
+  std::uint64_t in_tensor = 0, in_chunk = 0, elements = 0;
+};
+// What the chunk has of its unit's tensors, in order; the model outlives it. Pieces have at most `most` elements, none
+// across a multiple of it from the chunk's first element. If it is optim::kNormSegment, they are the same however the
+// chunk's group is cut into chunks.
+std::vector<TensorPiece> pieces_of(const PackedModel& model, const swap::Chunk& chunk,
+                                   std::uint64_t most = ~std::uint64_t{0});
+// The elements of all of them.
+std::uint64_t parameters_in(const PackedModel& model, const swap::Chunk& chunk);
 
 // The elements of a chunk with which a store's buffers stay within a host budget: a multiple of swap::kChunkQuantum.
 std::uint64_t chunk_elements_for(std::uint64_t host_budget);

@@ -20,25 +20,10 @@ void UpdateThreads::each(std::size_t count, const std::function<void(std::size_t
   impl_->arena.execute([&] { tbb::parallel_for(std::size_t{0}, count, work); });
 }
 
-std::vector<TensorPiece> ChunkWork::pieces_of(const swap::Chunk& chunk, std::uint64_t most) const {
-  std::vector<TensorPiece> pieces;
-  for_each_piece(
-      model_.units[chunk.unit], chunk,
-      [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-        for (std::uint64_t at = 0; at < count;) {
-          const std::uint64_t elements = std::min(most - (in_chunk + at) % most, count - at);
-          pieces.push_back({in_chunk + at, in_tensor + at, elements, tensor.tensor, tensor.decays, tensor.lr_scale});
-          at += elements;
-        }
-      });
-  return pieces;
-}
-
 std::vector<TensorPiece> ChunkWork::segments_of(const swap::Chunk& chunk) const {
   std::vector<TensorPiece> segments;
   for (std::uint64_t at = 0; at < chunk.elements; at += optim::kNormSegment)
-    segments.push_back(
-        {.in_chunk = at, .elements = std::min<std::uint64_t>(optim::kNormSegment, chunk.elements - at), .tensor = -1});
+    segments.push_back({.in_chunk = at, .elements = std::min<std::uint64_t>(optim::kNormSegment, chunk.elements - at)});
   return segments;
 }
 
@@ -64,7 +49,7 @@ void ChunkWork::measure_pieces(const swap::Chunk& chunk, std::vector<TensorPiece
 
 optim::AdamWParams ChunkWork::at_piece(optim::AdamWParams params, const swap::Chunk& chunk,
                                        const TensorPiece& piece) const {
-  params.rounding_key = rounding_key(seed_, chunk.unit, piece.tensor);
+  params.rounding_key = rounding_key(seed_, chunk.unit, piece.tensor->tensor);
   params.first_element = piece.in_tensor;
   return params;
 }
@@ -72,7 +57,7 @@ optim::AdamWParams ChunkWork::at_piece(optim::AdamWParams params, const swap::Ch
 std::uint64_t ChunkWork::update_pieces(
     const swap::Chunk& chunk, std::span<const std::byte> gradient, std::span<std::byte> words,
     std::span<std::byte> state, const std::function<std::optional<optim::AdamWParams>(const TensorPiece&)>& params_of) {
-  const std::vector<TensorPiece> pieces = pieces_of(chunk, kUpdatedAtOnce);
+  const std::vector<TensorPiece> pieces = pieces_of(model_, chunk, kUpdatedAtOnce);
   const auto* gradients = reinterpret_cast<const std::uint16_t*>(gradient.data());
   const optim::State view =
       state_view(format_of(chunk), chunk.elements, reinterpret_cast<std::uint16_t*>(words.data()), state.data());

@@ -28,14 +28,6 @@ class UpdateThreads {
   std::unique_ptr<Impl> impl_;
 };
 
-// Part of one tensor in a chunk. Offsets and lengths in elements.
-struct TensorPiece {
-  std::uint64_t in_chunk = 0, in_tensor = 0, elements = 0;
-  int tensor = 0;  // -1: any tensors that lie there
-  bool decays = false;
-  float lr_scale = 1;
-};
-
 // The model, the layout and the threads outlive this.
 class ChunkWork : public swap::UpdateWork {
  public:
@@ -45,9 +37,6 @@ class ChunkWork : public swap::UpdateWork {
  protected:
   // Elements of what one thread updates at a time.
   static constexpr std::uint64_t kUpdatedAtOnce = 64 * 1024;
-  // Pieces of at most `most` elements each, none across a multiple of it from the chunk's first element. If it is
-  // optim::kNormSegment, they are the same however the chunk's group is cut into chunks.
-  std::vector<TensorPiece> pieces_of(const swap::Chunk& chunk, std::uint64_t most) const;
   // Pieces of kNormSegment elements of the whole chunk, padding included.
   std::vector<TensorPiece> segments_of(const swap::Chunk& chunk) const;
 

@@ -26,14 +26,13 @@ bool ModelExtents::has_low_words(const swap::Chunk& chunk) const {
 }
 
 void read_words(const ModelExtents& model, int unit, int tensor, swap::ExtentKind kind, std::uint16_t* out) {
-  model.for_each_part(
-      unit, tensor,
-      [&](const swap::Chunk& chunk, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-        model.read(kind, model.layout.first_chunk(unit) + chunk.index, [&](std::span<std::byte> bytes) {
-          // The low words of the master come first in the state.
-          std::copy_n(reinterpret_cast<const std::uint16_t*>(bytes.data()) + in_chunk, count, out + in_tensor);
-        });
-      });
+  model.for_each_part(unit, tensor, [&](const swap::Chunk& chunk, const TensorPiece& piece) {
+    model.read(kind, chunk.id, [&](std::span<std::byte> bytes) {
+      // The low words of the master come first in the state.
+      const auto* words = reinterpret_cast<const std::uint16_t*>(bytes.data());
+      std::copy_n(words + piece.in_chunk, piece.elements, out + piece.in_tensor);
+    });
+  });
 }
 
 void read_master(const ModelExtents& model, int unit, int tensor, const UseMaster& use) {
@@ -57,26 +56,24 @@ void read_master(const ModelExtents& model, int unit, int tensor, const UseMaste
     });
     return;
   }
-  model.for_each_part(unit, tensor,
-                      [&](const swap::Chunk& chunk, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
-                        const int id = model.layout.first_chunk(unit) + chunk.index;
-                        model.read(swap::ExtentKind::hi, id, [&](std::span<std::byte> bytes) {
-                          const auto* hi = reinterpret_cast<const std::uint16_t*>(bytes.data()) + in_chunk;
-                          if (spec.format == WeightFormat::fp32)  // two words each; a chunk begins at an even one
-                            return hand_on(count / 2, [&](std::uint64_t first, std::uint64_t n) {
-                              std::memcpy(values.data(), hi + 2 * first, n * sizeof(float));
-                            });
-                          const auto widen = [&](const std::uint16_t* lo) {
-                            hand_on(count, [&](std::uint64_t first, std::uint64_t n) {
-                              widen_words(hi + first, lo != nullptr ? lo + first : nullptr, {values.data(), n});
-                            });
-                          };
-                          if (!model.has_low_words(chunk)) return widen(nullptr);
-                          model.read(swap::ExtentKind::state, id, [&](std::span<std::byte> state) {
-                            widen(reinterpret_cast<const std::uint16_t*>(state.data()) + in_chunk);
-                          });
-                        });
-                      });
+  model.for_each_part(unit, tensor, [&](const swap::Chunk& chunk, const TensorPiece& piece) {
+    model.read(swap::ExtentKind::hi, chunk.id, [&](std::span<std::byte> bytes) {
+      const auto* hi = reinterpret_cast<const std::uint16_t*>(bytes.data()) + piece.in_chunk;
+      if (spec.format == WeightFormat::fp32)  // two words each; a chunk begins at an even one
+        return hand_on(piece.elements / 2, [&](std::uint64_t first, std::uint64_t n) {
+          std::memcpy(values.data(), hi + 2 * first, n * sizeof(float));
+        });
+      const auto widen = [&](const std::uint16_t* lo) {
+        hand_on(piece.elements, [&](std::uint64_t first, std::uint64_t n) {
+          widen_words(hi + first, lo != nullptr ? lo + first : nullptr, {values.data(), n});
+        });
+      };
+      if (!model.has_low_words(chunk)) return widen(nullptr);
+      model.read(swap::ExtentKind::state, chunk.id, [&](std::span<std::byte> state) {
+        widen(reinterpret_cast<const std::uint16_t*>(state.data()) + piece.in_chunk);
+      });
+    });
+  });
 }
 
 }  // namespace tierflow

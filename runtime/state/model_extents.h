@@ -24,15 +24,12 @@ struct ModelExtents {
 
   // Whether the chunk's state holds the low words of a master.
   bool has_low_words(const swap::Chunk& chunk) const;
-  // Calls use(chunk, in_tensor, in_chunk, count) for each part of the tensor.
+  // Calls use(chunk, TensorPiece) for each part of the tensor.
   template <class Use>
   void for_each_part(int unit, int tensor, Use use) const {
     for (const swap::Chunk& chunk : layout.chunks_of(unit))
-      for_each_piece(
-          packed.units[unit], chunk,
-          [&](const PackedTensor& piece, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-            if (piece.tensor == tensor) use(chunk, in_tensor, in_chunk, count);
-          });
+      for (const TensorPiece& piece : pieces_of(packed, chunk))
+        if (piece.tensor->tensor == tensor) use(chunk, piece);
   }
 };
 

@@ -95,8 +95,8 @@ bool OptimizerWork::take_owed(const swap::Chunk& chunk) {
 
 optim::AdamWParams OptimizerWork::params_of(bool deferred, const TensorPiece& piece) const {
   optim::AdamWParams params = deferred ? deferred_params_ : params_;
-  params.weight_decay = piece.decays ? weight_decay_ : 0.0F;
-  params.lr *= piece.lr_scale;
+  params.weight_decay = piece.tensor->decays ? weight_decay_ : 0.0F;
+  params.lr *= piece.tensor->lr_scale;
   return params;
 }
 
@@ -123,8 +123,7 @@ io::Error OptimizerWork::update_on_device(const swap::Chunk& chunk, swap::Device
                                           const swap::DeviceUpdate& at) {
   constexpr auto on = swap::StreamId::update;
   const bool deferred = take_owed(chunk);
-  const std::vector<TensorPiece> pieces =
-      !deferred && skip_ ? std::vector<TensorPiece>{} : pieces_of(chunk, chunk.elements);
+  const std::vector<TensorPiece> pieces = !deferred && skip_ ? std::vector<TensorPiece>{} : pieces_of(model_, chunk);
   const UpdateScratch scratch(pieces.size(), chunk.elements);
   const optim::State state = state_view(format_of(chunk), chunk.elements, at.words, at.state);
   std::vector<std::byte> found(scratch.bytes);

@@ -112,34 +112,22 @@ void StreamedState::restore(swap::Store& store, const Progress& progress) {
 
 void StreamedState::load_chunk(int id, const WeightSource& weights, const StoredSource& stored) {
   const swap::Chunk& chunk = layout_.chunks()[id];
-  const PackedUnit& unit = packed_.units[chunk.unit];
-  const UnitSpec& spec = units_[chunk.unit];
-  struct Piece {
-    const TensorSpec* tensor;
-    std::uint64_t in_tensor, in_chunk, elements;
+  const auto spec_of = [&](const TensorPiece& piece) -> const TensorSpec& {
+    return units_[chunk.unit].tensors[piece.tensor->tensor];
   };
-  std::vector<Piece> pieces;
-  for_each_piece(unit, chunk,
-                 [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-                   if (spec.tensors[tensor.tensor].format != WeightFormat::bf16) return;
-                   for (std::uint64_t at = 0; at < count; at += swap::kChunkQuantum)
-                     pieces.push_back({&spec.tensors[tensor.tensor], in_tensor + at, in_chunk + at,
-                                       std::min<std::uint64_t>(swap::kChunkQuantum, count - at)});
-                 });
+  std::vector<TensorPiece> pieces = pieces_of(packed_, chunk, swap::kChunkQuantum);
+  std::erase_if(pieces, [&](const TensorPiece& piece) { return spec_of(piece).format != WeightFormat::bf16; });
   const auto fill = [&](std::uint16_t* hi, std::uint16_t* lo) {
-    for_each_piece(
-        unit, chunk,
-        [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-          const TensorSpec& frozen = spec.tensors[tensor.tensor];
-          if (frozen.format == WeightFormat::bf16) return;
-          std::ranges::copy(stored_words(frozen, weights, stored).subspan(in_tensor, count), hi + in_chunk);
-          if (in_tensor + count != tensor.elements) return;
-          stored_ = {};  // those were its last words
-        });
+    for (const TensorPiece& piece : pieces_of(packed_, chunk)) {
+      if (spec_of(piece).format == WeightFormat::bf16) continue;
+      const auto words = stored_words(spec_of(piece), weights, stored).subspan(piece.in_tensor, piece.elements);
+      std::ranges::copy(words, hi + piece.in_chunk);
+      if (piece.in_tensor + piece.elements == piece.tensor->elements) stored_ = {};  // those were its last words
+    }
     threads_.each(pieces.size(), [&](std::size_t index) {
-      const Piece& piece = pieces[index];
+      const TensorPiece& piece = pieces[index];
       std::vector<float> values(piece.elements);
-      weights(*piece.tensor, piece.in_tensor, values);
+      weights(spec_of(piece), piece.in_tensor, values);
       if (lo != nullptr)
         return optim::split_master(values.data(), hi + piece.in_chunk, lo + piece.in_chunk, piece.elements);
       for (std::uint64_t i = 0; i < piece.elements; ++i) hi[piece.in_chunk + i] = optim::bf16_from_float(values[i]);
@@ -153,7 +141,8 @@ void StreamedState::load_chunk(int id, const WeightSource& weights, const Stored
     inner = executor_->access(swap::ExtentKind::state, id, true, [&](std::span<std::byte> state) {
       std::fill(state.begin(), state.end(), std::byte{0});
       if (!chunk.trainable) return fill(hi, reinterpret_cast<std::uint16_t*>(state.data()));
-      const optim::State view = state_view(unit.formats[chunk.group], chunk.elements, hi, state.data());
+      const optim::State view =
+          state_view(packed_.units[chunk.unit].formats[chunk.group], chunk.elements, hi, state.data());
       optim::zero_moment(view.m, chunk.elements, true);
       optim::zero_moment(view.v, chunk.elements, false);
       fill(hi, view.lo);
@@ -192,16 +181,8 @@ void StreamedState::write(int unit, int tensor, const float* values) {
 void StreamedState::rewrite(int unit, const Wanted& wanted, const Change& change) {
   const ModelExtents model = extents();
   for (const swap::Chunk& chunk : layout_.chunks_of(unit)) {
-    struct Piece {
-      int tensor;
-      std::uint64_t in_tensor, in_chunk, elements;
-    };
-    std::vector<Piece> pieces;
-    for_each_piece(
-        packed_.units[unit], chunk,
-        [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-          if (wanted(tensor.tensor)) pieces.push_back({tensor.tensor, in_tensor, in_chunk, count});
-        });
+    std::vector<TensorPiece> pieces = pieces_of(packed_, chunk);
+    std::erase_if(pieces, [&](const TensorPiece& piece) { return !wanted(piece.tensor->tensor); });
     if (pieces.empty()) continue;
     // An extent is written whole: what the tensors do not cover comes from a copy.
     const bool split = model.has_low_words(chunk);
@@ -214,11 +195,11 @@ void StreamedState::rewrite(int unit, const Wanted& wanted, const Change& change
     std::uint16_t* const hi = copied(swap::ExtentKind::hi, words);
     std::uint16_t* const lo = split ? copied(swap::ExtentKind::state, state) : nullptr;
     std::vector<float> values;
-    for (const Piece& piece : pieces) {
+    for (const TensorPiece& piece : pieces) {
       values.resize(piece.elements);
       std::uint16_t* const high = hi + piece.in_chunk;
       widen_words(high, split ? lo + piece.in_chunk : nullptr, values);
-      change(piece.tensor, piece.in_tensor, values);
+      change(piece.tensor->tensor, piece.in_tensor, values);
       if (split)
         optim::split_master(values.data(), high, lo + piece.in_chunk, values.size());
       else
@@ -255,11 +236,11 @@ std::vector<ExportedChunk> order_of_export(const std::vector<UnitSpec>& units, c
   };
   const auto add = [&](int unit, std::string_view name) {
     for (const swap::Chunk& chunk : layout.chunks_of(unit)) {
-      bool any = false;
-      for_each_piece(packed.units[unit], chunk, [&](const PackedTensor& tensor, auto...) {
-        any = any || name.empty() || name_of(unit, tensor) == name;
-      });
-      if (any) order.push_back({.unit = unit, .chunk = &chunk, .name = name});
+      const auto is_wanted = [&](const TensorPiece& piece) {
+        return name.empty() || name_of(unit, *piece.tensor) == name;
+      };
+      if (std::ranges::any_of(pieces_of(packed, chunk), is_wanted))
+        order.push_back({.unit = unit, .chunk = &chunk, .name = name});
     }
   };
   const int count = static_cast<int>(packed.units.size());
@@ -301,13 +282,13 @@ void write_weights(CheckpointWriter& writer, const std::vector<UnitSpec>& units,
   for (std::size_t i = 0; i < order.size(); ++i) {
     const ExportedChunk& each = order[i];
     read(std::span(ids).subspan(i), [&](std::span<std::byte> words) {
-      for_each_piece(packed.units[each.unit], *each.chunk,
-                     [&](const PackedTensor& tensor, std::uint64_t, std::uint64_t in_chunk, std::uint64_t count) {
-                       if (!each.name.empty() && units[each.unit].tensors[tensor.tensor].name != each.name) return;
-                       if (wanted(each.unit, tensor.tensor))
-                         writer.write(words.subspan(swap::word_bytes(in_chunk), swap::word_bytes(count)));
-                       done += count;
-                     });
+      for (const TensorPiece& piece : pieces_of(packed, *each.chunk)) {
+        const int tensor = piece.tensor->tensor;
+        if (!each.name.empty() && units[each.unit].tensors[tensor].name != each.name) continue;
+        if (wanted(each.unit, tensor))
+          writer.write(words.subspan(swap::word_bytes(piece.in_chunk), swap::word_bytes(piece.elements)));
+        done += piece.elements;
+      }
     });
     if (progress) progress(phase, done, total);
   }

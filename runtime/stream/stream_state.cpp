@@ -32,10 +32,8 @@ class StateFile {
       first_.push_back(offsets_.size());
       offsets_.resize(offsets_.size() + units[unit].tensors.size());
       for (const swap::Chunk& chunk : layout.trainable_chunks_of(static_cast<int>(unit)))
-        for_each_piece(packed.units[unit], chunk,
-                       [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t, std::uint64_t) {
-                         if (in_tensor == 0) add(units[unit].tensors[tensor.tensor], chunk, tensor);
-                       });
+        for (const TensorPiece& piece : pieces_of(packed, chunk))
+          if (piece.in_tensor == 0) add(units[unit].tensors[piece.tensor->tensor], chunk, *piece.tensor);
     }
   }
 
@@ -74,21 +72,19 @@ class StateFile {
   void each_part(const swap::Chunk& chunk, std::span<std::byte> hi, std::span<std::byte> state, Use use) const {
     const StateFormat& format = packed_.units[chunk.unit].formats[chunk.group];
     const std::vector<StatePart> parts = parts_of(format);
-    for_each_piece(
-        packed_.units[chunk.unit], chunk,
-        [&](const PackedTensor& tensor, std::uint64_t in_tensor, std::uint64_t in_chunk, std::uint64_t count) {
-          std::uint64_t in_state = 0;
-          for (std::size_t i = 0; i < parts.size(); ++i) {
-            const StatePart& part = parts[i];
-            const std::uint64_t size = part.size(count);
-            const std::uint64_t from = in_state + part.bytes * (in_chunk / part.each);
-            const std::span<std::byte> bytes = i == 0 ? hi : state;
-            if (i != 0) in_state += part.bytes * (chunk.elements / part.each);
-            if (bytes.empty()) continue;
-            use(bytes.subspan(i == 0 ? part.bytes * in_chunk : from, size),
-                offsets_[first_[chunk.unit] + tensor.tensor][i] + part.bytes * (in_tensor / part.each));
-          }
-        });
+    for (const TensorPiece& piece : pieces_of(packed_, chunk)) {
+      std::uint64_t in_state = 0;
+      for (std::size_t i = 0; i < parts.size(); ++i) {
+        const StatePart& part = parts[i];
+        const std::uint64_t size = part.size(piece.elements);
+        const std::uint64_t from = in_state + part.bytes * (piece.in_chunk / part.each);
+        const std::span<std::byte> bytes = i == 0 ? hi : state;
+        if (i != 0) in_state += part.bytes * (chunk.elements / part.each);
+        if (bytes.empty()) continue;
+        use(bytes.subspan(i == 0 ? part.bytes * piece.in_chunk : from, size),
+            offsets_[first_[chunk.unit] + piece.tensor->tensor][i] + part.bytes * (piece.in_tensor / part.each));
+      }
+    }
   }
 
  private:

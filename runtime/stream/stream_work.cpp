@@ -10,7 +10,7 @@ float sum_value(std::uint16_t high, std::uint16_t low) {
 }
 
 io::Error StreamWork::measure(const swap::Chunk& chunk, std::span<const std::byte> gradient) {
-  measure_pieces(chunk, pieces_of(chunk, optim::kNormSegment), gradient);
+  measure_pieces(chunk, pieces_of(model_, chunk, optim::kNormSegment), gradient);
   return {};
 }
 
@@ -19,7 +19,7 @@ io::Error StreamWork::accumulate(const swap::Chunk& chunk, std::span<const std::
   const auto* added = reinterpret_cast<const std::uint16_t*>(incoming.data());
   auto* upper = reinterpret_cast<std::uint16_t*>(high.data());
   auto* lower = reinterpret_cast<std::uint16_t*>(low.data());
-  measure_pieces(chunk, pieces_of(chunk, optim::kNormSegment), [&](const TensorPiece& piece, double& squares) {
+  measure_pieces(chunk, pieces_of(model_, chunk, optim::kNormSegment), [&](const TensorPiece& piece, double& squares) {
     alignas(64) thread_local std::uint16_t rounded[optim::kNormSegment];
     for (std::uint64_t i = 0; i < piece.elements; ++i) {
       const std::uint64_t at = piece.in_chunk + i;
@@ -37,7 +37,7 @@ io::Error StreamWork::accumulate(const swap::Chunk& chunk, std::span<const std::
 io::Error StreamWork::round_sum(const swap::Chunk& chunk, std::span<std::byte> high, std::span<const std::byte> low) {
   auto* upper = reinterpret_cast<std::uint16_t*>(high.data());
   const auto* lower = reinterpret_cast<const std::uint16_t*>(low.data());
-  const std::vector<TensorPiece> pieces = pieces_of(chunk, kUpdatedAtOnce);
+  const std::vector<TensorPiece> pieces = pieces_of(model_, chunk, kUpdatedAtOnce);
   threads_.each(pieces.size(), [&](std::size_t index) {
     const TensorPiece& piece = pieces[index];
     for (std::uint64_t at = piece.in_chunk; at < piece.in_chunk + piece.elements; ++at)
@@ -51,7 +51,7 @@ io::Error StreamWork::update(const swap::Chunk& chunk, std::span<const std::byte
   const std::vector<TensorUpdate>& updates = updates_[chunk.unit];
   updated_ +=
       update_pieces(chunk, gradient, words, state, [&](const TensorPiece& piece) -> std::optional<optim::AdamWParams> {
-        const TensorUpdate& how = updates[piece.tensor];
+        const TensorUpdate& how = updates[piece.tensor->tensor];
         if (!how.active) return {};
         return optim::AdamWParams{.lr = static_cast<float>(how.lr),
                                   .beta1 = static_cast<float>(how.beta1),
@@ -69,7 +69,7 @@ double StreamWork::squares(int unit, int tensor) const {
   for (const swap::Chunk& chunk : layout_.chunks_of(unit)) {
     const Measured& found = measured(chunk);
     for (std::size_t i = 0; i < found.pieces.size(); ++i)
-      if (found.pieces[i].tensor == tensor) sum += found.squares[i];
+      if (found.pieces[i].tensor->tensor == tensor) sum += found.squares[i];
   }
   return sum;
 }
