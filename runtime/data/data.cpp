@@ -200,11 +200,6 @@ std::int64_t Dataset::tokens() const {
   for (const DataPart& part : impl_->parts) tokens += part.summary().tokens;
   return tokens;
 }
-std::int64_t Dataset::skipped_records() const {
-  std::int64_t skipped = 0;
-  for (const DataPart& part : impl_->parts) skipped += part.summary().skipped;
-  return skipped;
-}
 std::uint64_t Dataset::fingerprint() const {
   return impl_->fingerprint;
 }

@@ -96,7 +96,6 @@ class Dataset {
   std::int64_t held_out_sequences() const;
   std::int64_t sequence_length() const;
   std::int64_t tokens() const;
-  std::int64_t skipped_records() const;
   // Hash of the packed tokens and of the options that shape sequences. If it is equal, a run can resume with this data.
   std::uint64_t fingerprint() const;
   // Hash of all sequences by number, and of which tokens count in each. Their order, and which are held out, do not

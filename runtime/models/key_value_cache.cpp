@@ -205,14 +205,6 @@ void KeyValueCache::put_back(const Layer& layer, int stage, const CachedSpan& sp
       part_of_tokens(span.before, span.before + span.length, layer.slots, layer.keys.size(2) * kWordBytes));
 }
 
-std::uint64_t KeyValueCache::workspace(const ModelSpec& spec, std::int64_t capacity, std::int64_t queries) {
-  return key_value_workspace(spec, capacity, queries);
-}
-
-std::uint64_t KeyValueCache::bytes(const ModelSpec& spec, std::int64_t capacity, std::int64_t longest_span) {
-  return key_value_bytes(spec, capacity, longest_span);
-}
-
 void KeyValueCache::replace(std::int64_t sequence, std::int64_t capacity) {
   const auto at = static_cast<std::size_t>(sequence);
   capacities_.at(at) = capacity;

@@ -35,12 +35,6 @@ class KeyValueCache {
   // Announces the rows of the next pass, all of this cache: what they need is read ahead from storage.
   void expect(const std::vector<CachedRow>& rows);
 
-  // What it takes when a sequence of that many tokens is full, in bf16.
-  static std::uint64_t bytes(const ModelSpec& spec, std::int64_t capacity, std::int64_t longest_span = kAnySpan);
-
-  // About the memory that attend() takes on the device for a span of `queries` queries after `capacity` cached tokens.
-  static std::uint64_t workspace(const ModelSpec& spec, std::int64_t capacity, std::int64_t queries);
-
   // Attention of an attention stage for a row that continues sequences: q, k, v [1, tokens, ..] as in
   // models::attention(), rotated, cut by `spans`. A span sees what its sequence has in the cache, and itself up to each
   // query; its keys and values are added to the cache. A span that begins its sequence has the bits of attention() on

@@ -48,6 +48,9 @@ StepResult Session::step(const std::vector<MicroBatch>& batches, double lr) {
   impl_->throw_if_out_of_memory();
   return result;
 }
+StepResult Session::step(const std::vector<MicroBatch>& batches) {
+  return step(batches, impl_->adamw.lr);
+}
 bool Session::waits_for_gradient() const {
   return impl_->waits_for_gradient();
 }
@@ -95,9 +98,6 @@ const SessionOptions& Session::options() const {
 }
 bool Session::intact() const {
   return !impl_->executor().failed();
-}
-double Session::adamw_lr() const {
-  return impl_->adamw.lr;
 }
 std::uint64_t Session::skipped_steps() const {
   return impl_->skipped;

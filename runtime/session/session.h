@@ -154,7 +154,8 @@ class Session {
   // help, the whole step is dropped with an Exception of kind memory, and the session stays intact: the model is that
   // of the step before. Without clipping this holds as long as no update of the step has run.
   StepResult step(const std::vector<MicroBatch>& batches, double lr);
-  StepResult step(const std::vector<MicroBatch>& batches) { return step(batches, adamw_lr()); }
+  // With the learning rate that the session was made with.
+  StepResult step(const std::vector<MicroBatch>& batches);
   // Whether begin_with_gradient() must be called before the next step: the adapters lack their first values, which come
   // from the gradient of the base (of_gradient()); or a window of projected gradients begins (AdapterInit::galore).
   bool waits_for_gradient() const;
@@ -246,7 +247,6 @@ class Session {
 
  private:
   friend class CommittedStep;
-  double adamw_lr() const;
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

@@ -11,7 +11,17 @@ namespace {
 
 using Tokens = std::vector<std::int64_t>;
 
-// Device memory that rotary tables and logits take beside KeyValueCache::workspace(), for so many rows of a pass.
+// About the memory that KeyValueCache::attend() takes on the device for a span of `queries` queries after `capacity`
+// cached tokens.
+std::uint64_t attention_workspace(const ModelSpec& spec, std::int64_t capacity, std::int64_t queries) {
+  const ModelConfig& c = spec.config;
+  constexpr std::int64_t kStored = 2, kWide = 4, kCopies = 3;  // of scores: before and after the softmax, and masked
+  const std::int64_t tokens = 2 * c.kv_heads * c.head_dim * (kStored + kWide),
+                     scores = kCopies * kWide * c.heads * std::min(kAttendedQueries, queries);
+  return static_cast<std::uint64_t>(capacity * (tokens + scores));
+}
+
+// Device memory that rotary tables and logits take beside that, for so many rows of a pass.
 std::uint64_t beside_cache(const ModelConfig& c, std::int64_t capacity, std::int64_t tables, std::int64_t logits) {
   const std::int64_t table = capacity * c.head_dim * static_cast<std::int64_t>(sizeof(float)),
                      of_one = c.vocab_size * 2 * static_cast<std::int64_t>(sizeof(float));
@@ -54,21 +64,9 @@ std::int64_t kept_tokens(std::int64_t capacity, std::int64_t reach, std::int64_t
   return reach > 0 ? std::min(capacity, reach + longest_span) : capacity;
 }
 
-std::uint64_t key_value_workspace(const ModelSpec& spec, std::int64_t capacity, std::int64_t queries) {
-  const ModelConfig& c = spec.config;
-  constexpr std::int64_t kStored = 2, kWide = 4, kCopies = 3;  // of scores: before and after the softmax, and masked
-  const std::int64_t tokens = 2 * c.kv_heads * c.head_dim * (kStored + kWide),
-                     scores = kCopies * kWide * c.heads * std::min(kAttendedQueries, queries);
-  return static_cast<std::uint64_t>(capacity * (tokens + scores));
-}
-
 bool has_keys_and_values(const ModelSpec& spec, int stage) {
   const StageKind kind = spec.stages[static_cast<std::size_t>(stage)].kind;
   return kind == StageKind::block || kind == StageKind::attention;
-}
-
-std::uint64_t key_value_bytes(const ModelSpec& spec, std::int64_t capacity, std::int64_t longest_span) {
-  return CacheShape::of(spec, {capacity}, longest_span).bytes();
 }
 
 GenerationShape GenerationShape::of(const ModelSpec& spec, const std::vector<Tokens>& prompts,
@@ -86,7 +84,7 @@ GenerationShape GenerationShape::of(const ModelSpec& spec, const std::vector<Tok
   shape.tokens = std::max(std::min(longest, most_tokens), shape.batch);
   const bool pieces = longest > std::min(shape.tokens, most_tokens);
   const std::int64_t capacity = longest + options.max_new_tokens;
-  shape.workspace = key_value_workspace(spec, capacity, pieces ? shape.tokens : 1) +
+  shape.workspace = attention_workspace(spec, capacity, pieces ? shape.tokens : 1) +
                     beside_cache(c, capacity, pieces ? shape.batch : 1, shape.batch);
   std::vector<std::int64_t> capacities;
   for (const Tokens& prompt : prompts) capacities.push_back(capacity_of(prompt, options.max_new_tokens));
@@ -99,7 +97,7 @@ GenerationShape GenerationShape::of(const ModelSpec& spec, const std::vector<Tok
 GenerationShape GenerationShape::of_talk(const ModelSpec& spec, std::int64_t most, std::int64_t most_tokens) {
   GenerationShape shape{.batch = 1, .tokens = std::max<std::int64_t>(2, std::min(most, most_tokens))};
   shape.cache = CacheShape::of(spec, {most}, shape.tokens);
-  shape.workspace = key_value_workspace(spec, most, shape.tokens) + beside_cache(spec.config, most, 1, 1);
+  shape.workspace = attention_workspace(spec, most, shape.tokens) + beside_cache(spec.config, most, 1, 1);
   return shape;
 }
 

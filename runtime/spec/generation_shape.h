@@ -43,9 +43,6 @@ std::int64_t short_context(const ModelSpec& spec);
 std::int64_t kept_tokens(std::int64_t capacity, std::int64_t reach, std::int64_t longest_span);
 // Whether the stage has attention.
 bool has_keys_and_values(const ModelSpec& spec, int stage);
-// As KeyValueCache::bytes() and workspace().
-std::uint64_t key_value_bytes(const ModelSpec& spec, std::int64_t capacity, std::int64_t longest_span);
-std::uint64_t key_value_workspace(const ModelSpec& spec, std::int64_t capacity, std::int64_t queries);
 
 inline constexpr std::int64_t kAttendedQueries = 128;  // of a span, whose scores exist at once
 

@@ -133,7 +133,7 @@ TEST_F(Data, JsonLinesGiveTheirField) {
   refused("e.jsonl", "{\"text\":\"\xff\"}", {"e.jsonl:1"});
   refused("f.jsonl", "{\"text\":\"\\ud800\"}", {"f.jsonl:1"});
   options_.skip_bad_records = true;
-  EXPECT_EQ(prepare("g.jsonl", "junk\n{\"text\":\"abcdefgh\"}\n[]\n").skipped_records(), 2);
+  EXPECT_EQ(prepare("g.jsonl", "junk\n{\"text\":\"abcdefgh\"}\n[]\n").summaries().front().skipped, 2);
   options_.jsonl_field = "body";
   EXPECT_EQ(prepare("h.jsonl", "{\"body\":\"abcdefgh\"}\n").tokens(), 8);
 }
@@ -221,7 +221,7 @@ TEST_F(Data, WhatIsNoTextIsRefusedWithTheRemedy) {
   options_.paths = {dir_.path() / "mixed"};
   const Dataset mixed = Dataset::prepare(options_);
   EXPECT_EQ(mixed.tokens(), 100);  // nothing of what came before the bad byte
-  EXPECT_EQ(mixed.skipped_records(), 1);
+  EXPECT_EQ(mixed.summaries().front().skipped, 1);
   refused("k.jsonl", "junk\n{\"text\":7}\n", {"k.jsonl", "all of its records", "2 of them", "k.jsonl:1", "JSON"});
 }
 

@@ -101,7 +101,7 @@ TEST_F(Tokenizer, TextThatIsNotUtf8) {
   expect_refusal(io::ErrorKind::input, {"2.txt", "byte 4", "--on-bad-row skip"}, [&] { tokens(); });
   options_.skip_bad_records = true;
   EXPECT_EQ(tokens(), (Ids{1, 2, 3}));
-  EXPECT_EQ(Dataset::prepare(options_).skipped_records(), 1);
+  EXPECT_EQ(Dataset::prepare(options_).summaries().front().skipped, 1);
 }
 
 TEST_F(Tokenizer, IdsBeyondTheModelsVocabulary) {
