@@ -118,7 +118,6 @@ add_library(tierflow_commands OBJECT
   program/forecast.cpp
   program/generate.cpp
   program/held_out.cpp
-  program/learning_rate.cpp
   program/left_run.cpp
   program/live_text.cpp
   program/preference_run.cpp
@@ -157,7 +156,6 @@ if(TIERFLOW_TOGETHER)
     program/run_record.cpp)
   tierflow_together(commands
     program/held_out.cpp
-    program/learning_rate.cpp
     program/left_run.cpp
     program/profile_job.cpp
     program/run_summary.cpp

@@ -41,4 +41,9 @@ void fail_system(std::string operation, std::string path, int error_number, std:
                             .detail = std::move(detail)});
 }
 
+void fail_with_more(io::Error error, const std::string& more) {
+  error.detail += (error.detail.empty() ? "" : "; ") + more;
+  throw Exception(std::move(error));
+}
+
 }  // namespace tierflow

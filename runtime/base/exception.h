@@ -41,6 +41,9 @@ T value_or_throw(io::Result<T> result) {
 // The system call `operation` on `path` failed with `error_number`; `detail` may say what to do.
 [[noreturn]] void fail_system(std::string operation, std::string path, int error_number, std::string detail = {});
 
+// Throws the error, with `more` at the end of what it says.
+[[noreturn]] void fail_with_more(io::Error error, const std::string& more);
+
 inline void throw_if(const io::Error& error) {
   if (error) throw Exception(error);
 }

@@ -3,13 +3,13 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/Exception.h>
 #include <sys/mman.h>
 
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <string_view>
 #include <unordered_map>
 
 #include "runtime/base/exception.h"
@@ -154,6 +154,14 @@ DeviceMemory& DeviceMemory::install() {
 
 std::uint64_t DeviceMemory::mapped_bytes() {
   return CappedAllocator::instance().mapped();
+}
+
+// Libraries, and the driver where it loads a kernel, allocate past torch's allocator.
+bool is_out_of_memory(const c10::Error& error) {
+  const std::string_view said = error.what_without_backtrace();
+  const auto says = [&](std::string_view part) { return said.find(part) != std::string_view::npos; };
+  return dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr || says("CUBLAS_STATUS_ALLOC_FAILED") ||
+         says("CUDNN_STATUS_ALLOC_FAILED") || says("CUDA error: out of memory");
 }
 
 void expect_default_stream(c10::Device device) {

@@ -3,6 +3,7 @@
 // Tierflow's own allocator, whose cap is exact. On CUDA it is torch's caching allocator, which is told its share of the
 // card.
 #include <c10/core/Device.h>
+#include <c10/util/Exception.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -40,6 +41,9 @@ class DeviceMemory {
   // (0 if the driver's library does not say), cuBLAS's workspace and kBounceBytes (swap/pinning.h). 0 on the CPU.
   virtual std::uint64_t fixed() const { return 0; }
 };
+
+// Whether torch ran out of device memory.
+bool is_out_of_memory(const c10::Error& error);
 
 // Throws Exception if the calling thread does not compute on torch's default stream of the card, because uploads and
 // downloads wait only for that stream.

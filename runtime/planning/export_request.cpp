@@ -141,13 +141,11 @@ void ExportRequests::answer(std::int64_t step, const std::function<bool()>& may,
 std::optional<std::int64_t> ask_for_export(const Folders& storage, const fs::path& out, const io::Error& locked,
                                            const Say& say) {
   const io::Descriptor socket = connected(storage);
-  if (!socket || !sent(socket.fd(), out.string())) {
-    io::Error error = locked;
-    error.detail +=
-        "; it takes no request for its model: a `tierflow train` does once it trains, and a durable Python run after "
-        "resume(); end it first, or ask again then";
-    throw Exception(std::move(error));
-  }
+  if (!socket || !sent(socket.fd(), out.string()))
+    fail_with_more(
+        locked,
+        "it takes no request for its model: a `tierflow train` does once it trains, and a durable Python run after "
+        "resume(); end it first, or ask again then");
   say(fmt::format("process {} trains with this state: it writes its model after the step that runs",
                   peer_of(socket.fd())));
   pollfd look{.fd = socket.fd(), .events = POLLIN, .revents = 0};

@@ -13,8 +13,8 @@
 
 #include "io/descriptor.h"
 #include "io/error.h"
+#include "runtime/base/progress.h"
 #include "runtime/planning/left_store.h"
-#include "runtime/planning/profile.h"
 
 namespace tierflow {
 

@@ -251,10 +251,8 @@ void move_store(const io::VolumeOptions& storage, const Folders& first, const Sa
   // Locked until the second store has its place: what another process added to the first would be lost with it.
   const StoredModel from = open_stored_model(first);
   expect_newest(from);
-  if (io::Error wrong = check_beside(first, from.store->generation(), from.store->progress())) {
-    wrong.detail += "; name the folders where the state lies: a run goes back a generation there";
-    throw Exception(std::move(wrong));
-  }
+  if (const io::Error wrong = check_beside(first, from.store->generation(), from.store->progress()))
+    fail_with_more(wrong, "name the folders where the state lies: a run goes back a generation there");
   std::string names;
   for (const fs::path& folder : first) names += (names.empty() ? "" : ", ") + folder.string();
   say(fmt::format("the state lies in {}: it is copied into the {} folders of this run, verified, and removed there",

@@ -3,7 +3,6 @@
 #include "io/volume.h"
 #include "runtime/base/progress.h"
 #include "runtime/planning/left_store.h"
-#include "runtime/planning/profile.h"
 #include "runtime/planning/session_options.h"
 #include "swap/layout.h"
 

@@ -9,15 +9,13 @@
 #include <string>
 #include <vector>
 
+#include "runtime/base/progress.h"
 #include "runtime/planning/session_options.h"
 #include "runtime/planning/session_plan.h"
 #include "runtime/spec/model_spec.h"
 #include "swap/rates.h"
 
 namespace tierflow {
-
-// A line for the user about what goes on.
-using Say = std::function<void(const std::string& line)>;
 
 // How far the measurements can be trusted.
 struct Readings {

@@ -258,9 +258,7 @@ SessionPlan beside(const CachePlacement& cache, const SessionOptions& options, C
     return made;
   } catch (const Exception& error) {
     if (cache.host == 0 || error.error().kind != io::ErrorKind::usage) throw;
-    io::Error told = error.error();
-    told.detail += "; keys and values take " + human_bytes(cache.host) + " of it";
-    throw Exception(std::move(told));
+    fail_with_more(error.error(), "keys and values take " + human_bytes(cache.host) + " of it");
   }
 }
 

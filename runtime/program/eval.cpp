@@ -35,7 +35,7 @@ int run_eval(const EvalOptions& options) {
   const Dataset data = prepare_data(data_options(options, spec, temporary_folder()), log);
   if (documents) (void)data.training_documents(0);  // text has none
   const std::uint64_t device_fixed = prepare_torch(device_of(options), options.threads);
-  SessionOptions settings = session_settings(options, device_fixed, [&](const std::string& line) { log.say(line); });
+  SessionOptions settings = session_settings(options, device_fixed, log.teller());
   settings.train = false;
   std::optional<TeacherPass> teacher;
   if (!options.teacher_out.empty()) {

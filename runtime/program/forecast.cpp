@@ -60,7 +60,7 @@ void Forecast::measure(const SessionOptions& session) {
 }
 
 void Forecast::choose(SessionOptions& session, std::int64_t steps) {
-  cache_.emplace(spec_, session, train_build(), [this](const std::string& line) { log_.say(line); });
+  cache_.emplace(spec_, session, train_build(), log_.teller());
   auto machine = cache_->machine();
   auto model = cache_->model();
   if (machine && model && model->covers(spec_))

@@ -223,7 +223,7 @@ class Generation {
   // most: longest sequences at once.
   void begin(const std::function<GenerationShape(std::int64_t batch)>& shape_of, std::int64_t most) {
     const std::uint64_t device_fixed = prepare_torch(device_of(options_), options_.threads);
-    settings_ = session_settings(options_, device_fixed, [&](const std::string& line) { log_.say(line); });
+    settings_ = session_settings(options_, device_fixed, log_.teller());
     SessionOptions& settings = settings_;
     GenerationShape shape = shape_of(most > 0 ? most : kMostByItself);
     // By itself it takes at most half of the host's memory and a quarter of the device's for them.
@@ -242,13 +242,12 @@ class Generation {
       session_.emplace(model_, settings, AdamW{}, log_.stoppable_progress());
     } catch (const Exception& error) {
       if (error.error().kind != io::ErrorKind::usage) throw;
-      io::Error told = error.error();
-      told.detail += fmt::format(
-          "; computing with keys and values takes {} of --device-memory: a smaller --batch, fewer --max-new-tokens or "
-          "a "
-          "smaller --sequence-length need less{}",
-          human_bytes(shape.workspace), settings.storage.empty() ? ", and with --storage not all are in RAM" : "");
-      throw Exception(std::move(told));
+      fail_with_more(error.error(),
+                     fmt::format("computing with keys and values takes {} of --device-memory: a smaller --batch, fewer "
+                                 "--max-new-tokens or a "
+                                 "smaller --sequence-length need less{}",
+                                 human_bytes(shape.workspace),
+                                 settings.storage.empty() ? ", and with --storage not all are in RAM" : ""));
     }
     log_.say(session_->describe());
     log_.begin();

@@ -27,8 +27,7 @@ void end_state(const TrainOptions& options, const LeftRun& left, TrainingLog& lo
 LeftRun find_left_run(const TrainOptions& options, TrainingLog& log) {
   LeftRun left;
   if (options.fresh || options.storage.empty()) return left;
-  left.elsewhere =
-      finish_move(volume_in(options, engine_kind(options.engine)), [&](const std::string& line) { log.say(line); });
+  left.elsewhere = finish_move(volume_in(options, engine_kind(options.engine)), log.teller());
   const Folders& lies = left.elsewhere.empty() ? options.storage : left.elsewhere;
   left.store = find_left_store(lies);
   left.finished = has_result(options);

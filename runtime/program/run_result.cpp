@@ -54,12 +54,6 @@ void warn_of_not_finite(const std::string& tensor, TrainingLog& log) {
   if (!tensor.empty()) log.say(fmt::format("warning: the values of {} are not all finite", tensor));
 }
 
-[[noreturn]] void fail_with(const Exception& failed, const std::string& state) {
-  io::Error error = failed.error();
-  error.detail += (error.detail.empty() ? "" : "; ") + state;
-  throw Exception(std::move(error));
-}
-
 // The error that ended the export, and where the state is now.
 [[noreturn]] void fail_with_state_kept(const Exception& failed, Session& session, const TrainOptions& options) {
   std::string state = "the state was in memory alone and is lost";
@@ -71,7 +65,7 @@ void warn_of_not_finite(const std::string& tensor, TrainingLog& log) {
       state = fmt::format("the state could not be kept either: {}", also.what());
     }
   }
-  fail_with(failed, state);
+  fail_with_more(failed.error(), state);
 }
 
 // Where a run holds the state, its model is asked for. Nothing where the state is free, or becomes so meanwhile.
@@ -87,8 +81,8 @@ std::optional<std::int64_t> exported_by_the_run(const ExportOptions& options, Tr
     } catch (const Exception& held) {
       if (held.error().kind != io::ErrorKind::locked || (ended && Clock::now() - last > std::chrono::minutes(1))) throw;
       if (ended) continue;
-      const auto step = ask_for_export(options.storage, fs::absolute(options.out).lexically_normal(), held.error(),
-                                       [&](const std::string& line) { log.say(line); });
+      const auto step =
+          ask_for_export(options.storage, fs::absolute(options.out).lexically_normal(), held.error(), log.teller());
       if (step) return step;
       ended = true;
       last = Clock::now();
@@ -164,8 +158,8 @@ void RunResult::commit(Session& session) const {
   try {
     session.commit();
   } catch (const Exception& error) {
-    fail_with(error, fmt::format("what was written stays: {} says whether it can be opened",
-                                 export_command(options_.storage)));
+    fail_with_more(error.error(), fmt::format("what was written stays: {} says whether it can be opened",
+                                              export_command(options_.storage)));
   }
 }
 

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "runtime/base/progress.h"
 #include "runtime/data/data.h"
-#include "runtime/planning/profile.h"
 #include "runtime/planning/session_options.h"
 #include "runtime/program/options.h"
 #include "runtime/spec/generation_shape.h"

@@ -2,8 +2,8 @@
 // Device, budgets and storage of a session, chosen where the program's options leave them open. No torch here.
 #include <string>
 
+#include "runtime/base/progress.h"
 #include "runtime/planning/machine_model.h"
-#include "runtime/planning/profile.h"
 #include "runtime/planning/session_options.h"
 #include "runtime/program/options.h"
 

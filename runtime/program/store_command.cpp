@@ -54,9 +54,7 @@ LeftStore free_store_in(const Folders& storage) {
     return store_in(storage);
   } catch (const Exception& refused) {
     if (refused.error().kind != io::ErrorKind::locked) throw;
-    io::Error held = refused.error();
-    held.detail += "; `tierflow status` shows how far it is";
-    throw Exception(held);
+    fail_with_more(refused.error(), "`tierflow status` shows how far it is");
   }
 }
 

@@ -19,7 +19,6 @@
 #include "runtime/program/distillation_run.h"
 #include "runtime/program/forecast.h"
 #include "runtime/program/held_out.h"
-#include "runtime/program/learning_rate.h"
 #include "runtime/program/left_run.h"
 #include "runtime/program/loss_options.h"
 #include "runtime/program/preference_run.h"
@@ -31,6 +30,7 @@
 #include "runtime/program/samples.h"
 #include "runtime/program/step_trace.h"
 #include "runtime/program/training_spec.h"
+#include "runtime/session/schedule.h"
 
 namespace tierflow {
 namespace {
@@ -67,6 +67,7 @@ class Training {
     if (steps_ == 0)
       steps_ =
           std::max<std::int64_t>(1, std::max<std::int64_t>(1, options.epochs) * data_.training_sequences() / per_step_);
+    schedule_ = {.lr = highest_lr(options), .kind = options.lr_schedule, .warmup = options.warmup, .steps = steps_};
   }
 
   int run() {
@@ -83,7 +84,7 @@ class Training {
                       "the result, more go on, --fresh begins anew",
                       left_.step, steps_));
     open_session();
-    requests_.emplace(options_.storage, [this](const std::string& line) { log_.say(line); });
+    requests_.emplace(options_.storage, log_.teller());
     out_.check_space();  // once more: the store lies on the same drive, it may be
     log_.begin();
     try {
@@ -163,22 +164,19 @@ class Training {
 
  private:
   void open_session() {
+    const Say say = log_.teller();
     const std::uint64_t device_fixed = prepare_torch(device_of(options_), options_.threads);
     const std::string run = run_identity(options_, data_.fingerprint(), teacher_.hash(), base_is_reference_);
     if (left_.resumable) expect_same_run(left_.run, run, elsewhere_.empty() ? options_.storage : elsewhere_);
     if (!elsewhere_.empty())
-      move_store(
-          volume_in(options_, engine_kind(options_.engine)), elsewhere_,
-          [this](const std::string& line) { log_.say(line); }, log_.stoppable_progress());
-    SessionOptions session =
-        train_settings(options_, device_fixed, [this](const std::string& line) { log_.say(line); });
+      move_store(volume_in(options_, engine_kind(options_.engine)), elsewhere_, say, log_.stoppable_progress());
+    SessionOptions session = train_settings(options_, device_fixed, say);
     session.loss.base_is_reference = base_is_reference_;
     session.record = trace_.wanted();
     session.run = run;
     record_.configuration = configuration_hash(effective_configuration(options_));
     session.remembered = record_.json();
     teacher_.tell(session);
-    const Say say = [this](const std::string& line) { log_.say(line); };
     preference_.set_aside(session, say);
     sample_prompts_.set_aside(session, spec_, say);
     if (left_.resumable) {
@@ -194,8 +192,8 @@ class Training {
                       .beta2 = options_.beta2,
                       .eps = options_.eps,
                       .weight_decay = options_.weight_decay};
-    session_ = std::make_unique<Session>(training_model(options_, spec_), session, adamw, log_.stoppable_progress(),
-                                         [this](const std::string& line) { log_.say(line); });
+    session_ =
+        std::make_unique<Session>(training_model(options_, spec_), session, adamw, log_.stoppable_progress(), say);
     log_.say(wrapped(session_->describe(), columns_of(STDERR_FILENO)));
     forecast_.predict_steps(*session_, session, result_);
     if (const auto mode = session_->storage_mode())
@@ -287,14 +285,11 @@ class Training {
     try {
       return within_memory(step, [&] { held_out_.evaluate(*session_, step, result_.held_out_after); });
     } catch (const Exception& failed) {
-      io::Error error = failed.error();
-      error.detail +=
-          (error.detail.empty() ? "" : "; ") +
-          (options_.no_export ? fmt::format("the last evaluation failed; the state is whole: {} writes it as a model "
-                                            "folder",
-                                            export_command(options_.storage))
-                              : std::string("the last evaluation failed; the result is whole"));
-      throw Exception(std::move(error));
+      fail_with_more(failed.error(),
+                     "the last evaluation failed; the " +
+                         (options_.no_export ? fmt::format("state is whole: {} writes it as a model folder",
+                                                           export_command(options_.storage))
+                                             : "result is whole"));
     }
   }
 
@@ -335,7 +330,7 @@ class Training {
     const std::vector<MicroBatch> batches = batches_of(step);
     if (session_->waits_for_gradient() && !begin_window(step, batches)) return false;
     trace_.begin_step(*session_);
-    const double lr = learning_rate(options_, step, steps_);
+    const double lr = schedule_.after(step);
     forecast_.begin_step(*session_);
     const StepResult result = session_->step(batches, lr);
     if (!beside_.busy()) forecast_.end_step(*session_, result);
@@ -370,6 +365,7 @@ class Training {
   std::unique_ptr<Session> session_;
   ExportBeside beside_{log_, options_.export_bandwidth};  // goes first: it may be writing what the session keeps
   std::int64_t per_step_ = 1, steps_ = 0;
+  Schedule schedule_;
   std::int64_t begun_ = 0;  // step of the state with which this process began
   std::uint64_t write_limit_ = 0;
 };

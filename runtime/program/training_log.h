@@ -38,6 +38,10 @@ class TrainingLog {
   void watch(std::unique_ptr<GpuMonitor> gpu);
   // Prints a line that stays.
   void say(const std::string& line);
+  // For the life of the log.
+  Say teller() {
+    return [this](const std::string& line) { say(line); };
+  }
   // Phases that may take more than two seconds: shown from then on.
   void progress(const char* phase, std::uint64_t done, std::uint64_t total);
   // progress() for work that a signal ends: throws Stopped. For the life of the log.

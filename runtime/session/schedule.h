@@ -1,5 +1,5 @@
 #pragma once
-// The learning rate of each step.
+// The learning rate of each step, as transformers.get_scheduler has it.
 #include <cstdint>
 #include <string>
 

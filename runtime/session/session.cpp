@@ -174,19 +174,6 @@ std::uint64_t Session::bytes_written_after_next_step() const {
   return bytes_written() + impl_->writes_of_next_step();
 }
 
-std::uint64_t Session::Impl::writes_of_next_step() const {
-  // The deferred updates of the step before, if they wait, then this step's gradients and, before anything leaves the
-  // session, all of its own updates.
-  const std::uint64_t step = plan.writes.update + plan.writes.activations + plan.writes.gradients;
-  // A speculative step may be done twice, and commits what it begins with.
-  const std::uint64_t twice =
-      plan.speculates ? plan.writes.update + plan.writes.activations + plan.writes.commit : std::uint64_t{0};
-  // Sparse chunks that catch up, in the step and before anything leaves the session, may be all of them.
-  return (pending ? plan.writes.deferred : 0) + step + twice + 2 * plan.writes.sparse +
-         plan.writes.commit * (plan.commit_every != 0 ? 2 : 1) +
-         (window_ended() ? step + plan.writes.window + plan.writes.commit : 0);
-}
-
 void Session::Impl::expect_first_values() const {
   if (lacks_first_values) fail_usage("the adapters have no first values yet: begin_with_gradient() makes them");
 }
@@ -318,10 +305,10 @@ void Session::Impl::finish_step(StepResult& result, const OptimizerWork& work, d
 void Session::Impl::drop_step(bool torn) {
   --steps;
   if (!torn) return;
-  out_of_memory->detail +=
-      "; without clipping, other layers of this step are updated already: the state is torn; start again from the "
-      "last export";
-  throw Exception(*out_of_memory);
+  fail_with_more(
+      *out_of_memory,
+      "without clipping, other layers of this step are updated already: the state is torn; start again from the last "
+      "export");
 }
 
 void Session::Impl::throw_if_out_of_memory() {

@@ -16,7 +16,6 @@
 #include "runtime/base/progress.h"
 #include "runtime/checkpoint/weight_source.h"
 #include "runtime/models/micro_batch.h"
-#include "runtime/planning/profile.h"
 #include "runtime/planning/session_options.h"
 #include "runtime/planning/session_plan.h"
 #include "runtime/spec/adapters.h"

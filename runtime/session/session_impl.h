@@ -5,6 +5,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/source_folder.h"
+#include "runtime/device/device_memory.h"
 #include "runtime/device/tensor_slot.h"
 #include "runtime/models/dense_weights.h"
 #include "runtime/models/key_value_store.h"
@@ -219,8 +220,7 @@ struct Session::Impl {
 // `what`, for a model that neither its specification makes nor Layers.
 Model changed(const Model& model, std::string_view what, const std::function<void(ModelSpec& spec)>& change);
 
-// Whether torch ran out of device memory, and the error of that.
-bool is_out_of_memory(const c10::Error& error);
+// The error of a session for which is_out_of_memory().
 io::Error out_of_memory_error(const c10::Error& error);
 
 }  // namespace tierflow

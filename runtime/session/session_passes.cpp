@@ -1,6 +1,5 @@
 // A session's passes over the model: each stage entered, computed and left, and what happens where memory runs out.
 #include <algorithm>
-#include <string_view>
 
 #include "runtime/base/signals.h"
 #include "runtime/models/adapter.h"
@@ -8,14 +7,6 @@
 #include "runtime/session/session_impl.h"
 
 namespace tierflow {
-
-// Libraries, and the driver where it loads a kernel, allocate past torch's allocator.
-bool is_out_of_memory(const c10::Error& error) {
-  const std::string_view said = error.what_without_backtrace();
-  const auto says = [&](std::string_view part) { return said.find(part) != std::string_view::npos; };
-  return dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr || says("CUBLAS_STATUS_ALLOC_FAILED") ||
-         says("CUDNN_STATUS_ALLOC_FAILED") || says("CUDA error: out of memory");
-}
 
 io::Error out_of_memory_error(const c10::Error& error) {
   return {.kind = io::ErrorKind::memory,

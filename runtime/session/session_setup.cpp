@@ -249,11 +249,9 @@ void Session::Impl::make_store(const swap::Store::Contents& left) {
     plan.speculates = false;
     made = with_room([&] { return swap::Store::create(store_options(model->spec(), options, plan), *plan.layout); });
   }
-  if (!made.ok() && made.error().error_number == ENOSPC && plan.commit_every != 0) {
-    io::Error error = made.error();
-    error.detail += "; --durability export-only keeps one copy of the state, not two, and a crash loses the run";
-    throw Exception(std::move(error));
-  }
+  if (!made.ok() && made.error().error_number == ENOSPC && plan.commit_every != 0)
+    fail_with_more(made.error(),
+                   "--durability export-only keeps one copy of the state, not two, and a crash loses the run");
   store = value_or_throw(std::move(made));
   leave_note(options.storage, plan.commit_every != 0);
 }
@@ -266,6 +264,19 @@ void Session::Impl::make_key_value_store() {
   auto made = value_or_throw(with_room([&] { return io::Volume::create(volume); }));
   made->remove_files();
   key_values = std::make_unique<KeyValueStore>(std::move(made), options.cache, plan.cache);
+}
+
+std::uint64_t Session::Impl::writes_of_next_step() const {
+  // The deferred updates of the step before, if they wait, then this step's gradients and, before anything leaves the
+  // session, all of its own updates.
+  const std::uint64_t step = plan.writes.update + plan.writes.activations + plan.writes.gradients;
+  // A speculative step may be done twice, and commits what it begins with.
+  const std::uint64_t twice =
+      plan.speculates ? plan.writes.update + plan.writes.activations + plan.writes.commit : std::uint64_t{0};
+  // Sparse chunks that catch up, in the step and before anything leaves the session, may be all of them.
+  return (pending ? plan.writes.deferred : 0) + step + twice + 2 * plan.writes.sparse +
+         plan.writes.commit * (plan.commit_every != 0 ? 2 : 1) +
+         (window_ended() ? step + plan.writes.window + plan.writes.commit : 0);
 }
 
 void Session::Impl::check_write_limit() const {

@@ -17,7 +17,6 @@
 #include "runtime/base/progress.h"
 #include "runtime/checkpoint/weight_source.h"
 #include "runtime/models/layered_model.h"
-#include "runtime/planning/profile.h"
 #include "runtime/state/memory_use.h"
 #include "runtime/state/saved_parts.h"
 #include "runtime/stream/stream_work.h"
