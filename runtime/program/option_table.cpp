@@ -19,6 +19,22 @@ using OrderedJson = nlohmann::ordered_json;
 
 constexpr std::size_t kLongNames = 60;  // beyond it, they do not fit a line of the help
 
+template <class Integer>
+OptionRow integer_row(const std::string& name, Integer& value, std::int64_t least, std::int64_t most,
+                      const std::string& help) {
+  return {.name = name,
+          .value_name = "N",
+          .help = help,
+          .set =
+              [&value, name, least, most](const auto& words) {
+                const std::int64_t number = parse_integer(words[0], name);
+                if (number < least || number > most)
+                  fail_option(name, fmt::format("is {}; it must be between {} and {}", number, least, most));
+                value = static_cast<Integer>(number);
+              },
+          .get = [&value] { return OrderedJson(value); }};
+}
+
 }  // namespace
 
 void OptionTable::text(const std::string& name, std::string& value, const std::string& help) {
@@ -109,31 +125,11 @@ void OptionTable::choice(const std::string& name, std::string& value, std::vecto
 
 void OptionTable::integer(const std::string& name, std::int64_t& value, std::int64_t least, const std::string& help,
                           std::int64_t most) {
-  add({.name = name,
-       .value_name = "N",
-       .help = help,
-       .set =
-           [&value, name, least, most](const auto& words) {
-             const std::int64_t number = parse_integer(words[0], name);
-             if (number < least || number > most)
-               fail_option(name, fmt::format("is {}; it must be between {} and {}", number, least, most));
-             value = number;
-           },
-       .get = [&value] { return OrderedJson(value); }});
+  add(integer_row(name, value, least, most, help));
 }
 
 void OptionTable::integer(const std::string& name, int& value, int least, const std::string& help) {
-  add({.name = name,
-       .value_name = "N",
-       .help = help,
-       .set =
-           [&value, name, least](const auto& words) {
-             const std::int64_t number = parse_integer(words[0], name);
-             if (number < least || number > 4096)
-               fail_option(name, fmt::format("is {}; it must be between {} and 4096", number, least));
-             value = static_cast<int>(number);
-           },
-       .get = [&value] { return OrderedJson(value); }});
+  add(integer_row(name, value, least, 4096, help));
 }
 
 void OptionTable::seed(const std::string& name, std::uint64_t& value, const std::string& help) {

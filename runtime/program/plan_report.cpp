@@ -1,13 +1,11 @@
 #include "runtime/program/plan_report.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <regex>
 
 #include "runtime/planning/break_even.h"
 #include "runtime/planning/reference_file.h"
-#include "runtime/planning/speculation.h"
 #include "runtime/spec/active_parameters.h"
 #include "runtime/spec/adapters.h"
 #include "swap/store.h"
@@ -19,13 +17,8 @@ using Json = nlohmann::ordered_json;
 
 // "layers.12.mlp" -> "layers.*.mlp": what is alike in all layers of a kind.
 std::string kind_of(const std::string& unit) {
-  std::string kind;
-  for (const char c : unit) {
-    const bool digit = c >= '0' && c <= '9';
-    if (!digit) kind += c;
-    if (digit && (kind.empty() || kind.back() != '*')) kind += '*';
-  }
-  return kind;
+  static const std::regex number("[0-9]+");
+  return std::regex_replace(unit, number, "*");
 }
 
 // A row for each kind of layer and format of its state.
@@ -116,15 +109,15 @@ double of_trainable(const SessionPlan& plan, std::uint64_t parameters) {
 
 // Which updates wait for the next forward and which run on the device, and a step's time if none did that need not.
 Json updates_json(const PlannedRun& run) {
-  const WaitingGradients waiting = waiting_gradients(run.placement.plan);
   const SessionPlan& plan = run.placement.plan;
+  const WaitingGradients waiting = waiting_gradients(plan);
   return {{"deferred_share", of_trainable(plan, plan.deferred_parameters)},
           {"device_share", of_trainable(plan, plan.device_updated_parameters)},
           {"gradients_in_memory", waiting.in_memory},
           {"gradients_on_storage", waiting.on_storage},
           {"gradients_on_device", waiting.on_device},
-          {"embedding_parts_in_a_step", run.placement.plan.sparse_used},
-          {"embedding_parts", run.placement.plan.layout->sparse_chunks().size()},
+          {"embedding_parts_in_a_step", plan.sparse_used},
+          {"embedding_parts", plan.layout->sparse_chunks().size()},
           {"step_s_plain", run.placement.step_seconds_plain_updates}};
 }
 
@@ -154,20 +147,20 @@ Json activations_json(const PlannedRun& run) {
 
 Json storage_json(const PlannedRun& run) {
   std::uint64_t weights = 0, state = 0;
-  for (const swap::Chunk& chunk : run.placement.plan.layout->chunks()) {
-    weights += chunk.word_bytes();
-    state += chunk.state_bytes;
-  }
-  const std::uint64_t gradients = waiting_gradients(run.placement.plan).on_storage;
-  const swap::StoreOptions options = store_options(run.spec, run.session, run.placement.plan);
-  const std::uint64_t bytes =
-      run.placement.plan.stored ? swap::Store::bytes_needed(options, *run.placement.plan.layout) : 0;
-  const std::uint64_t samples = run.placement.plan.cache.storage;
+  const SessionPlan& plan = run.placement.plan;
+  if (plan.stored)
+    for (const swap::Chunk& chunk : plan.layout->chunks()) {
+      weights += chunk.word_bytes();
+      state += chunk.state_bytes;
+    }
+  const swap::StoreOptions options = store_options(run.spec, run.session, plan);
+  const std::uint64_t bytes = plan.stored ? swap::Store::bytes_needed(options, *plan.layout) : 0;
+  const std::uint64_t samples = plan.cache.storage;
   return {{"bytes", bytes + samples},
           {"generations", options.generations},
-          {"weights", run.placement.plan.stored ? weights : 0},
-          {"state", run.placement.plan.stored ? state : 0},
-          {"staged_gradients", gradients},
+          {"weights", weights},
+          {"state", state},
+          {"staged_gradients", waiting_gradients(plan).on_storage},
           {"keys_and_values", samples},
           {"bytes_per_parameter", static_cast<double>(bytes) / static_cast<double>(run.spec.parameters())}};
 }
@@ -217,21 +210,21 @@ Json reference_json(const PlannedRun& run) {
 }
 
 Json clip_json(const PlannedRun& run) {
-  Json clip{{"norm", run.session.clip ? Json(*run.session.clip) : Json("none")},
-            {"staged", run.placement.plan.arrangement.staged}};
-  const WaitingGradients waiting =
-      run.placement.plan.arrangement.staged ? waiting_gradients(run.placement.plan) : WaitingGradients{};
-  clip["gradients_in_memory"] = waiting.in_memory;
-  clip["gradients_on_storage"] = waiting.on_storage;
-  clip["gradients_on_device"] = waiting.on_device;
-  clip["extra_read"] = waiting.on_storage;
-  clip["extra_written"] = waiting.on_storage;
-  clip["step_s_without"] = run.step_seconds_unclipped ? Json(*run.step_seconds_unclipped) : Json();
   const Placement& placement = run.placement;
-  clip["step_s_speculative"] = placement.step_seconds_speculative ? Json(*placement.step_seconds_speculative) : Json();
-  clip["speculates"] = placement.plan.speculates;
-  clip["staged_because"] = placement.staged_because.empty() ? Json() : Json(placement.staged_because);
-  return clip;
+  const bool staged = placement.plan.arrangement.staged;
+  const WaitingGradients waiting = staged ? waiting_gradients(placement.plan) : WaitingGradients{};
+  const auto or_null = [](const std::optional<double>& seconds) { return seconds ? Json(*seconds) : Json(); };
+  return {{"norm", run.session.clip ? Json(*run.session.clip) : Json("none")},
+          {"staged", staged},
+          {"gradients_in_memory", waiting.in_memory},
+          {"gradients_on_storage", waiting.on_storage},
+          {"gradients_on_device", waiting.on_device},
+          {"extra_read", waiting.on_storage},
+          {"extra_written", waiting.on_storage},
+          {"step_s_without", or_null(run.step_seconds_unclipped)},
+          {"step_s_speculative", or_null(placement.step_seconds_speculative)},
+          {"speculates", placement.plan.speculates},
+          {"staged_because", placement.staged_because.empty() ? Json() : Json(placement.staged_because)}};
 }
 
 // From which step on compute is the limit; null where it never is.
@@ -315,34 +308,16 @@ PredictedMemory predicted_memory(const SessionPlan& plan, const SessionOptions& 
   return memory;
 }
 
-std::string speed_text(double tokens_per_second) {
-  return tokens_per_second < 9.95 ? fmt::format("{:.2g} tokens/s", tokens_per_second)
-                                  : fmt::format("{:.0f} tokens/s", tokens_per_second);
-}
-
-std::string speculation_text(double staged_seconds, std::optional<double> speculative_seconds,
-                             const std::string& staged_because, std::int64_t tokens) {
-  const auto takes = [&](const char* kind, double seconds) {
-    const std::string time = seconds < 100 ? fmt::format("{:.3g}", seconds) : fmt::format("{:.0f}", seconds);
-    return fmt::format("a {} step takes {} s, {}", kind, time, speed_text(static_cast<double>(tokens) / seconds));
-  };
-  std::string text = takes("staged", staged_seconds);
-  if (speculative_seconds) text += "; " + takes("speculative", *speculative_seconds);
-  return text + (staged_because.empty()
-                     ? fmt::format(": while the last {} norms are at most {:.2g} of the clip", kNormsSeen, kShareOfClip)
-                     : "; all are staged: " + staged_because);
-}
-
 Json plan_json(const PlannedRun& run) {
-  const swap::Arrangement& at = run.placement.plan.arrangement;
-  const swap::Layout& layout = *run.placement.plan.layout;
+  const SessionPlan& plan = run.placement.plan;
+  const swap::Arrangement& at = plan.arrangement;
+  const swap::Layout& layout = *plan.layout;
   std::size_t tiles = 0, halves = 0;
   for (const StageSpec& stage : run.spec.stages) {
     tiles += stage.kind == StageKind::head_tile ? 1 : 0;
     halves += stage.kind == StageKind::attention ? 1 : 0;
   }
-  const PredictedMemory memory = predicted_memory(run.placement.plan, run.session, run.spec, run.profile.model);
-  const SessionPlan& plan = run.placement.plan;
+  const PredictedMemory memory = predicted_memory(plan, run.session, run.spec, run.profile.model);
   const auto in_a_step = static_cast<double>(written_in_a_step(plan));
   const std::int64_t window = window_steps(run.spec);
   const double written =
@@ -365,14 +340,14 @@ Json plan_json(const PlannedRun& run) {
             {"chunks", layout.chunks().size()}}},
           {"precision",
            {{"policy", precision_name(run.session.precision)},
-            {"layers", layers_json(run.placement.plan.packed)},
-            {"moments_32", moments_32_json(run.placement.plan.packed)}}},
+            {"layers", layers_json(plan.packed)},
+            {"moments_32", moments_32_json(plan.packed)}}},
           {"storage", storage},
           {"host",
            {{"budget", run.session.host_memory},
-            {"used", run.placement.plan.host_bytes()},
-            {"loading", run.placement.plan.loading},
-            {"exporting", run.placement.plan.exporting},
+            {"used", plan.host_bytes()},
+            {"loading", plan.loading},
+            {"exporting", plan.exporting},
             {"buffers", at.buffer_bytes(layout)},
             {"resident", at.resident_bytes(layout)},
             {"activations", at.saved_on_host()},
@@ -385,11 +360,11 @@ Json plan_json(const PlannedRun& run) {
             {"budget", run.session.device_memory},
             {"weights", at.weight_ring},
             {"gradients", at.gradient_ring + at.held_gradients},
-            {"activations", inputs_that_stay(run.placement.plan) + at.slots * at.slot_bytes +
-                                kept_activations(run.placement.plan, run.profile.model.needs(run.spec))},
+            {"activations", inputs_that_stay(plan) + at.slots * at.slot_bytes +
+                                kept_activations(plan, run.profile.model.needs(run.spec))},
             {"state", at.device_resident},
-            {"state_share", of_trainable(run.placement.plan, run.placement.plan.device_state_parameters)},
-            {"workspace", run.placement.plan.workspace}}},
+            {"state_share", of_trainable(plan, plan.device_state_parameters)},
+            {"workspace", plan.workspace}}},
           {"activations", activations_json(run)},
           {"clip", clip_json(run)},
           {"updates", updates_json(run)},

@@ -1,9 +1,10 @@
-// The plan as a table.
+// The plan as people read it.
 #include <fmt/format.h>
 
 #include <nlohmann/json.hpp>
 
 #include "runtime/base/machine.h"
+#include "runtime/planning/speculation.h"
 #include "runtime/program/plan_report.h"
 
 namespace tierflow {
@@ -48,6 +49,24 @@ std::string break_even_text(const Json& of) {
 }
 
 }  // namespace
+
+std::string speed_text(double tokens_per_second) {
+  return tokens_per_second < 9.95 ? fmt::format("{:.2g} tokens/s", tokens_per_second)
+                                  : fmt::format("{:.0f} tokens/s", tokens_per_second);
+}
+
+std::string speculation_text(double staged_seconds, std::optional<double> speculative_seconds,
+                             const std::string& staged_because, std::int64_t tokens) {
+  const auto takes = [&](const char* kind, double seconds) {
+    const std::string time = seconds < 100 ? fmt::format("{:.3g}", seconds) : fmt::format("{:.0f}", seconds);
+    return fmt::format("a {} step takes {} s, {}", kind, time, speed_text(static_cast<double>(tokens) / seconds));
+  };
+  std::string text = takes("staged", staged_seconds);
+  if (speculative_seconds) text += "; " + takes("speculative", *speculative_seconds);
+  return text + (staged_because.empty()
+                     ? fmt::format(": while the last {} norms are at most {:.2g} of the clip", kNormsSeen, kShareOfClip)
+                     : "; all are staged: " + staged_because);
+}
 
 std::string plan_text(const Json& plan) {
   std::string text;
