@@ -1,12 +1,12 @@
 #include "io/bench.h"
 
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <condition_variable>
+#include <ctime>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -26,9 +26,7 @@ enum class Pattern { write, read, mixed };
 const Error kStopped{.kind = ErrorKind::cancelled, .operation = "bench", .detail = "stopped"};
 
 double processor_seconds() {
-  timespec time{};
-  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+  return static_cast<double>(std::clock()) / CLOCKS_PER_SEC;
 }
 
 struct Rate {
