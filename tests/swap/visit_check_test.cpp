@@ -162,8 +162,9 @@ TEST(VisitChecker, ProvesThousandsOfPlansOfRandomClients) {
 }
 
 // Damages the first suitable task after a while; counts in how many runs that is noticed, then or later.
-int noticed_in(TaskKind kind, const std::function<bool(Task&)>& damage, int runs) {
-  std::minstd_rand random(17);
+int noticed_in(TaskKind kind, const std::function<bool(Task&)>& damage, int runs, unsigned seed = 17,
+               const std::function<bool(const Planned&, const Plan&, const Task&)>& suits = {}) {
+  std::minstd_rand random(seed);
   int found = 0;
   for (int tried = 0; tried < runs;) {
     const Planned planned = random_arrangement(random);
@@ -172,7 +173,7 @@ int noticed_in(TaskKind kind, const std::function<bool(Task&)>& damage, int runs
     for (int act = 0; act < 120 && !error; ++act)
       error = static_cast<bool>(client.act([&](Plan& plan) {
         for (Task& task : plan.tasks)
-          if (!done && act > 20 && task.kind == kind) done = damage(task);
+          if (!done && act > 20 && task.kind == kind && (!suits || suits(planned, plan, task))) done = damage(task);
       }));
     if (!done && error) return -1;  // of a plan that nobody damaged
     if (!done) continue;
@@ -254,29 +255,13 @@ TEST(VisitCheckerControl, NoticesAGradientThatIsNotAdded) {
 }
 // The same of the tasks that a need has for its own units.
 int noticed_in_needs(TaskKind kind, const std::function<bool(Task&)>& damage, int runs) {
-  std::minstd_rand random(23);
-  int found = 0;
-  for (int tried = 0; tried < runs;) {
-    const Planned planned = random_arrangement(random);
-    Client client(planned, random);
-    bool done = false, error = false;
-    for (int act = 0; act < 120 && !error; ++act)
-      error = static_cast<bool>(client.act([&](Plan& plan) {
-        if (plan.visits.empty() || plan.visits.front().needed.empty()) return;
-        const std::vector<int>& needed = plan.visits.front().needed;
-        for (Task& task : plan.tasks) {
-          const bool of_need =
-              task.kind == TaskKind::compute ||
-              (task.chunk >= 0 && std::ranges::find(needed, planned.layout->chunks()[task.chunk].unit) != needed.end());
-          if (!done && act > 20 && task.kind == kind && of_need) done = damage(task);
-        }
-      }));
-    if (!done && error) return -1;  // of a plan that nobody damaged
-    if (!done) continue;
-    ++tried;
-    found += error ? 1 : 0;
-  }
-  return found;
+  return noticed_in(kind, damage, runs, 23, [](const Planned& planned, const Plan& plan, const Task& task) {
+    if (plan.visits.empty()) return false;
+    const std::vector<int>& needed = plan.visits.front().needed;
+    return !needed.empty() &&
+           (task.kind == TaskKind::compute ||
+            (task.chunk >= 0 && std::ranges::find(needed, planned.layout->chunks()[task.chunk].unit) != needed.end()));
+  });
 }
 
 TEST(VisitCheckerControl, NoticesANeedThatIsNotWaitedFor) {

@@ -14,15 +14,6 @@ ModelSpec adapted(const Case& which, const AdapterConfig& config = {.rank = 3, .
   return spec;
 }
 
-ResidentModel adapted_model(const ModelSpec& spec, torch::ScalarType type) {
-  ResidentModel model(spec, type);
-  model.randomise(17);
-  for (std::size_t u = 0; u < model.gradients.size(); ++u)
-    for (std::size_t t = 0; t < model.gradients[u].size(); ++t)
-      if (!spec.units[u].tensors[t].trainable) model.gradients[u][t] = torch::Tensor();
-  return model;
-}
-
 // The tensor of that name; of its adapter.
 struct Found {
   std::size_t unit = 0, tensor = 0;

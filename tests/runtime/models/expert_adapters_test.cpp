@@ -18,15 +18,6 @@ ModelSpec adapted(const Case& which, const AdapterConfig& config = kBoth, const 
   return spec;
 }
 
-ResidentModel adapted_model(const ModelSpec& spec, torch::ScalarType type) {
-  ResidentModel model(spec, type);
-  model.randomise(17);
-  for (std::size_t u = 0; u < model.gradients.size(); ++u)
-    for (std::size_t t = 0; t < model.gradients[u].size(); ++t)
-      if (!spec.units[u].tensors[t].trainable) model.gradients[u][t] = torch::Tensor();
-  return model;
-}
-
 // The factors of a unit beside a part of a parameter, or their gradients.
 struct Factors {
   torch::Tensor a, b;  // of its experts; b with the rows of that part

@@ -119,6 +119,16 @@ inline ResidentModel resident(const Case& which, torch::ScalarType type, double 
   return model;
 }
 
+// The frozen tensors have no gradients.
+inline ResidentModel adapted_model(const ModelSpec& spec, torch::ScalarType type) {
+  ResidentModel model(spec, type);
+  model.randomise(17);
+  for (std::size_t u = 0; u < model.gradients.size(); ++u)
+    for (std::size_t t = 0; t < model.gradients[u].size(); ++t)
+      if (!spec.units[u].tensors[t].trainable) model.gradients[u][t] = torch::Tensor();
+  return model;
+}
+
 // Random tokens; some labels do not count.
 inline MicroBatch batch(std::int64_t rows, std::int64_t length, std::int64_t vocab = 96) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(5);

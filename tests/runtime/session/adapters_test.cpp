@@ -6,29 +6,15 @@
 
 #include "runtime/planning/loading.h"
 #include "tests/runtime/expect.h"
-#include "tests/runtime/session/fixture.h"
+#include "tests/runtime/session/adapter_steps.h"
 
 namespace tierflow::testing {
 namespace {
 
-constexpr int kSteps = 4;
-
 Model adapted(const Case& which, const AdapterConfig& config = {.rank = 4, .alpha = 8}) {
-  return with_adapters({make_model(parse_model_spec(which.json, which.name)), initial(11)}, config, 5);
+  return with_adapters(plain_model(which), config, 5);
 }
 
-struct Steps {
-  std::vector<double> losses;
-  std::vector<std::vector<float>> masters;
-};
-
-void train(Session& session, const SessionOptions& options, std::int64_t up_to, Steps& run) {
-  while (session.steps() < up_to) {
-    run.losses.resize(session.steps());
-    run.losses.push_back(session.step(batches(options.micro_batches, static_cast<int>(session.steps())), 1e-2).loss);
-  }
-  run.masters = masters_of(session);
-}
 Steps trained(const Case& which, const SessionOptions& options, const AdapterConfig& config = {.rank = 4, .alpha = 8}) {
   Session session(adapted(which, config), options, {.weight_decay = 0.1});
   Steps run;
@@ -158,7 +144,7 @@ TEST_P(SessionAdapters, DropoutIsTheSameStreamed) {
 // A base in another format is a base of bf16 weights with the values that the format leaves of them: to the bit, in
 // memory and from storage, gone on with or not.
 TEST_P(AdaptersByLayout, ABaseInAnotherFormatHasItsValues) {
-  const Model plain{make_model(parse_model_spec(GetParam().json, GetParam().name)), initial(11)};
+  const Model plain = plain_model(GetParam());
   for (const auto& [format, init] : {std::pair{WeightFormat::int8, "default"},
                                      {WeightFormat::nf4, "default"},
                                      {WeightFormat::nf4_double, "olora"}}) {
@@ -230,7 +216,7 @@ TEST_P(AdaptersByLayout, ModulesThatAreSavedStreamAsTheyAreResident) {
 // Adapters that begin with factors of the base: the model begins as it is, bit for bit, and trains with the same bits
 // streamed, gone on with, and beside a base that has the values of a format in bf16.
 TEST_P(AdaptersByLayout, FirstValuesFromTheBaseAreTheSameStreamed) {
-  const Model plain{make_model(parse_model_spec(GetParam().json, GetParam().name)), initial(11)};
+  const Model plain = plain_model(GetParam());
   for (const auto& [init, format] :
        {std::pair{"pissa", WeightFormat::bf16}, {"olora", WeightFormat::nf4}, {"pissa_niter_2", WeightFormat::int8}}) {
     SCOPED_TRACE(init);
@@ -260,7 +246,7 @@ TEST_P(AdaptersByLayout, FirstValuesFromTheBaseAreTheSameStreamed) {
 // Adapters that begin with the gradient of the base: one pass makes their first values, the same streamed, under any
 // budget, clipped or not, and the model begins as it is. A run that is gone on with has them.
 TEST_P(AdaptersByLayout, FirstValuesOfTheGradientAreTheSameStreamed) {
-  const Model plain{make_model(parse_model_spec(GetParam().json, GetParam().name)), initial(11)};
+  const Model plain = plain_model(GetParam());
   AdapterConfig config{.rank = 2, .alpha = 8, .exclude = {"shared_expert_gate"}};
   for (const auto& [format, init] :
        {std::pair{WeightFormat::nf4, AdapterInit::peft_lora_ga}, std::pair{WeightFormat::bf16, AdapterInit::lora_ga}}) {
@@ -331,7 +317,7 @@ TEST_P(AdaptersByLayout, FirstValuesOfTheGradientAreTheSameStreamed) {
 
 // Adapters with a magnitude (DoRA): the same bits streamed and gone on with, beside a base in any format.
 TEST_P(AdaptersByLayout, MagnitudesStreamAsTheyAreResident) {
-  const Model plain{make_model(parse_model_spec(GetParam().json, GetParam().name)), initial(11)};
+  const Model plain = plain_model(GetParam());
   for (const WeightFormat format : {WeightFormat::bf16, WeightFormat::nf4}) {
     const Model model = with_adapters(with_base_format(plain, format), {.rank = 4, .alpha = 8, .dora = true}, 5);
     expect_streamed_as_resident(model);
@@ -350,8 +336,7 @@ TEST_P(SessionAdapters, APartOfTheModelIsTrained) {
                                                                    : llama4 ? "feed_forward"
                                                                             : "mlp",
                                                                    embedding}}}) {
-    const Model model =
-        with_trainable({make_model(parse_model_spec(GetParam().json, GetParam().name)), initial(11)}, config);
+    const Model model = with_trainable(plain_model(GetParam()), config);
     const auto run_of = [&](const SessionOptions& options) {
       Session session(model, options, {.weight_decay = 0.1});
       const std::vector<std::vector<float>> before = masters_of(session);
@@ -375,7 +360,7 @@ TEST_P(SessionAdapters, APartOfTheModelIsTrained) {
 }
 
 TEST_P(SessionAdapters, LearningRatesOfTensorsAreScaled) {
-  const Model plain{make_model(parse_model_spec(GetParam().json, GetParam().name)), initial(11)};
+  const Model plain = plain_model(GetParam());
   const auto run_of = [&](const Model& model, const SessionOptions& options, double lr) {
     Session session(model, options, {.weight_decay = 0.1});
     for (int step = 0; step < kSteps; ++step) session.step(batches(2, step), lr);

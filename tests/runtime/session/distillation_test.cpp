@@ -21,10 +21,6 @@ std::vector<MicroBatch> taught_batches(int count, int step) {
   return all;
 }
 
-Model model_of(const Case& which, const Tiling& tiling) {
-  return {make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)};
-}
-
 struct Outcome {
   std::vector<double> losses;
   std::vector<std::vector<float>> masters;
@@ -32,7 +28,7 @@ struct Outcome {
 };
 
 Outcome run(const Case& which, const SessionOptions& options, const Tiling& tiling) {
-  Session session(model_of(which, tiling), options, {.lr = 3e-3});
+  Session session(plain_model(which, tiling), options, {.lr = 3e-3});
   Outcome outcome;
   for (int step = 0; step < 3; ++step) {
     const StepResult result = session.step(taught_batches(options.micro_batches, step));
@@ -73,8 +69,8 @@ TEST(DistillationSession, accumulates_over_micro_batches) {
                         .labels = joined(&MicroBatch::labels),
                         .teacher_ids = joined(&MicroBatch::teacher_ids),
                         .teacher_log_probabilities = joined(&MicroBatch::teacher_log_probabilities)};
-  const StepResult a = Session(model_of(cases()[0], {}), two).step(apart),
-                   b = Session(model_of(cases()[0], {}), one).step({both});
+  const StepResult a = Session(plain_model(cases()[0]), two).step(apart),
+                   b = Session(plain_model(cases()[0]), one).step({both});
   EXPECT_NEAR(a.loss, b.loss, 1e-6 * b.loss);
   EXPECT_NEAR(a.kd_loss, b.kd_loss, 1e-6 * b.kd_loss);
   EXPECT_NEAR(a.grad_norm, b.grad_norm, 2e-2 * b.grad_norm);
@@ -84,9 +80,9 @@ TEST(DistillationSession, accumulates_over_micro_batches) {
 TEST(DistillationSession, plans_the_memory_of_the_teachers_tokens) {
   constexpr std::uint64_t kTokens = 2 * 16, kMany = 64, kBatches = 32;
   SessionOptions options = resident(kBatches);
-  const std::uint64_t plain = Session(model_of(cases()[0], {}), options).plan().workspace;
+  const std::uint64_t plain = Session(plain_model(cases()[0]), options).plan().workspace;
   options.loss.distillation.top = kMany;
-  EXPECT_GE(Session(model_of(cases()[0], {}), options).plan().workspace, plain + kBatches * kTokens * kMany * (4 + 2));
+  EXPECT_GE(Session(plain_model(cases()[0]), options).plan().workspace, plain + kBatches * kTokens * kMany * (4 + 2));
 }
 
 TEST(DistillationSession, needs_a_teachers_tokens_for_every_token) {
@@ -98,11 +94,11 @@ TEST(DistillationSession, needs_a_teachers_tokens_for_every_token) {
     batch.teacher_log_probabilities = batch.teacher_log_probabilities.narrow(2, 0, kTop - 1);
   }
   for (const std::vector<MicroBatch>& wrong : {batches(2, 0), fewer}) {
-    Session session(model_of(cases()[0], {}), options);
+    Session session(plain_model(cases()[0]), options);
     EXPECT_THROW(session.step(wrong), Exception);
   }
   options.loss.kind = LossKind::simpo;
-  EXPECT_THROW(Session(model_of(cases()[0], {}), options), Exception);
+  EXPECT_THROW(Session(plain_model(cases()[0]), options), Exception);
 }
 
 TEST(TeacherSession, hands_on_the_same_bits_under_every_budget) {
@@ -111,7 +107,7 @@ TEST(TeacherSession, hands_on_the_same_bits_under_every_budget) {
     const auto top_of = [&](SessionOptions options) {
       options.top = kTop;
       options.train = false;
-      Session session(model_of(cases()[0], tiling), options);
+      Session session(plain_model(cases()[0], tiling), options);
       std::vector<torch::Tensor> found;
       session.evaluate(
           3, [](std::int64_t index) { return batches(3, 5)[static_cast<std::size_t>(index)]; },

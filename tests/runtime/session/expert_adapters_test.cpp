@@ -3,26 +3,12 @@
 #include <gtest/gtest.h>
 
 #include "runtime/planning/loading.h"
-#include "tests/runtime/session/fixture.h"
+#include "tests/runtime/session/adapter_steps.h"
 
 namespace tierflow::testing {
 namespace {
 
-constexpr int kSteps = 4;
 const AdapterConfig kConfig{.rank = 4, .alpha = 8, .parameters = {"gate_up_proj", "down_proj"}};
-
-struct Steps {
-  std::vector<double> losses;
-  std::vector<std::vector<float>> masters;
-};
-
-void train(Session& session, const SessionOptions& options, std::int64_t up_to, Steps& run) {
-  while (session.steps() < up_to) {
-    run.losses.resize(session.steps());
-    run.losses.push_back(session.step(batches(options.micro_batches, static_cast<int>(session.steps())), 1e-2).loss);
-  }
-  run.masters = masters_of(session);
-}
 
 Steps trained(const Model& model, SessionOptions options, const std::vector<std::int64_t>& stops = {kSteps}) {
   Steps run;
@@ -44,9 +30,7 @@ Steps trained(const Model& model, SessionOptions options, const std::vector<std:
 
 class SessionExpertAdapters : public ::testing::TestWithParam<Case> {
  protected:
-  Model base(const Tiling& tiling = {}) const {
-    return {make_model(parse_model_spec(GetParam().json, GetParam().name, tiling)), initial(11)};
-  }
+  Model base(const Tiling& tiling = {}) const { return plain_model(GetParam(), tiling); }
   SessionOptions small(const Model& model, bool clipped) const {
     SessionOptions options = resident(2);
     if (!clipped) options.clip.reset();

@@ -5,15 +5,12 @@
 #include <regex>
 
 #include "runtime/device/device_memory.h"
-#include "runtime/models/key_value_cache.h"
 #include "runtime/session/generator.h"
 #include "tests/runtime/expect.h"
-#include "tests/runtime/session/fixture.h"
+#include "tests/runtime/session/cached_rows.h"
 
 namespace tierflow::testing {
 namespace {
-
-using Tokens = std::vector<std::int64_t>;
 
 Case mixtral(int experts, int per_token) {
   return {.name = "mixtral " + std::to_string(per_token) + " of " + std::to_string(experts),
@@ -33,14 +30,8 @@ std::vector<Case> mixtures() {
 }
 
 Model model_of(const Case& which, const Tiling& tiling, WeightFormat format) {
-  const Model model{make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)};
+  const Model model = plain_model(which, tiling);
   return format == WeightFormat::bf16 ? model : with_base_format(model, format);
-}
-
-SessionOptions for_generation(SessionOptions options) {
-  options.train = false;
-  options.micro_batch = 1;
-  return options;
 }
 
 // With as little memory of a kind as works.
@@ -62,16 +53,6 @@ SessionOptions least_device(const Model& model, const SessionOptions& options) {
 // From storage, with no room in RAM beside what streams through.
 SessionOptions stored(const Model& model, SessionOptions options, const Folder& folder) {
   return least(model, streamed(std::move(options), folder), &SessionOptions::host_memory);
-}
-
-Tokens some_tokens(std::int64_t count, std::int64_t first) {
-  Tokens tokens;
-  for (std::int64_t i = 0; i < count; ++i) tokens.push_back((first + 37 * i * i + 11 * i) % 96);
-  return tokens;
-}
-
-CachedRow row(KeyValueCache& cache, const Tokens& tokens, std::vector<CachedSpan> spans) {
-  return {.ids = at::tensor(tokens, at::kLong).unsqueeze(0), .spans = std::move(spans), .cache = &cache};
 }
 
 // Logits of two prompts, each in a row of its own, and of tokens behind them: one alone, then of both sequences.

@@ -76,6 +76,10 @@ inline WeightSource initial(std::uint64_t seed) {
   };
 }
 
+inline Model plain_model(const Case& which, const Tiling& tiling = {}) {
+  return {make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)};
+}
+
 // Another model's every call; `called` runs after each that computes.
 class ForwardingModel : public LayeredModel {
  public:
@@ -129,7 +133,7 @@ class ForwardingModel : public LayeredModel {
 inline SessionOptions least_device(SessionOptions options, const Case& which, const Tiling& tiling) {
   options.device_memory = 1;
   try {
-    const Session refused({make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)}, options);
+    const Session refused(plain_model(which, tiling), options);
   } catch (const Exception& error) {
     const std::string said = "the smallest that works is ", text = error.what();
     options.device_memory = std::stoull(text.substr(text.find(said) + said.size())) * 1024;
@@ -145,7 +149,7 @@ inline bool can_keep(const Case& which, const Tiling& tiling) {
 }
 
 inline std::string described(const Case& which, const SessionOptions& options, const Tiling& tiling) {
-  return Session({make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)}, options).describe();
+  return Session(plain_model(which, tiling), options).describe();
 }
 
 // So little device memory that activations are swapped: of two micro-batches to the host, of the others to storage.

@@ -7,41 +7,18 @@
 #include <regex>
 
 #include "runtime/device/device_memory.h"
-#include "runtime/models/key_value_cache.h"
 #include "runtime/models/key_value_store.h"
 #include "runtime/session/generator.h"
 #include "runtime/session/sampler.h"
 #include "tests/runtime/expect.h"
-#include "tests/runtime/session/fixture.h"
+#include "tests/runtime/session/cached_rows.h"
 
 namespace tierflow::testing {
 namespace {
 
-using Tokens = std::vector<std::int64_t>;
-
-Model model_of(const Case& which, const Tiling& tiling = {}) {
-  return {make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)};
-}
-
-SessionOptions for_generation(SessionOptions options) {
-  options.train = false;
-  options.micro_batch = 1;
-  return options;
-}
-
 std::string with_layers(std::string json, int layers) {
   return std::regex_replace(json, std::regex("\"num_hidden_layers\": ?[0-9]+"),
                             "\"num_hidden_layers\":" + std::to_string(layers));
-}
-
-Tokens some_tokens(std::int64_t count, std::int64_t first) {
-  Tokens tokens;
-  for (std::int64_t i = 0; i < count; ++i) tokens.push_back((first + 37 * i * i + 11 * i) % 96);
-  return tokens;
-}
-
-CachedRow row(KeyValueCache& cache, const Tokens& tokens, std::vector<CachedSpan> spans) {
-  return {.ids = at::tensor(tokens, at::kLong).unsqueeze(0), .spans = std::move(spans), .cache = &cache};
 }
 
 double distance(const at::Tensor& a, const at::Tensor& b) {
@@ -53,7 +30,7 @@ TEST(Generation, a_token_behind_cached_ones_has_the_logits_that_it_has_in_the_wh
   for (const Case& which : cases()) {
     for (const Tiling& tiling : {Tiling{}, kTiled}) {
       SCOPED_TRACE(which.name);
-      Session session(model_of(which, tiling), for_generation(resident(2)));
+      Session session(plain_model(which, tiling), for_generation(resident(2)));
       const Tokens one = some_tokens(14, 5), other = some_tokens(11, 40);
       KeyValueCache whole(session.model().spec(), {14, 11});
       const auto expected = session.next_logits(
@@ -93,9 +70,9 @@ TEST(Generation, has_the_same_tokens_under_every_budget) {
   const std::vector<Tokens> prompts = {some_tokens(16, 1), some_tokens(3, 2), some_tokens(9, 3)};
   for (const Case& which : cases()) {
     SCOPED_TRACE(which.name);
-    Session session(model_of(which), for_generation(resident(3)));
+    Session session(plain_model(which), for_generation(resident(3)));
     const auto expected = generated(session, prompts, options);
-    Session small(model_of(which), for_generation(streamed(resident(3), folder)));
+    Session small(plain_model(which), for_generation(streamed(resident(3), folder)));
     EXPECT_EQ(generated(small, prompts, options), expected);
     EXPECT_EQ(expected[1].size(), 6U);
     EXPECT_NE(expected[0], expected[1]);
@@ -113,7 +90,7 @@ TEST(Generation, has_the_same_tokens_wherever_keys_and_values_lie) {
   for (Case which : cases()) {
     if (which.name == cases().front().name) which.json = with_layers(which.json, 8);
     SCOPED_TRACE(which.name);
-    const Model model = model_of(which);
+    const Model model = plain_model(which);
     Session session(model, for_generation(resident(6)));
     const auto expected = generated(session, prompts, options);
     const GenerationShape shape = GenerationShape::of(model.spec(), prompts, options, 6, 16);
@@ -151,7 +128,7 @@ TEST(Generation, of_a_session_that_trains_has_the_same_tokens_and_changes_no_ste
   const Folder folder;
   Case which = cases().front();
   which.json = with_layers(which.json, 8);
-  const Model model = model_of(which);
+  const Model model = plain_model(which);
   std::vector<Tokens> prompts;
   for (std::int64_t i = 0; i < 6; ++i) prompts.push_back(some_tokens(40, i));
   const GenerationOptions options{.max_new_tokens = 6};
@@ -186,7 +163,7 @@ TEST(Generation, says_in_one_line_that_keys_and_values_fit_nowhere) {
   DeviceMemory::install();
   const Folder folder;
   const std::vector<Tokens> prompts(3, some_tokens(16, 1));
-  const Model model = model_of(cases().front());
+  const Model model = plain_model(cases().front());
   SessionOptions small = for_generation(streamed(resident(3), folder));
   small.cache = GenerationShape::of(model.spec(), prompts, {.max_new_tokens = 40}, 3, 16).cache;
   small.host_memory = smallest_placement(small.cache).host;
@@ -204,7 +181,7 @@ TEST(Generation, a_place_that_becomes_free_is_taken_at_once) {
                                        some_tokens(2, 4), some_tokens(9, 5),  some_tokens(4, 6)};
   GenerationOptions options{.sampling = {.sample = true, .top_k = 0}, .max_new_tokens = 24, .seed = 9};
   std::vector<Tokens> alone;
-  Session one(model_of(which), for_generation(resident(1)));
+  Session one(plain_model(which), for_generation(resident(1)));
   for (const Tokens& tokens : generated(one, prompts, options)) alone.push_back(tokens);
   // Tokens of which some texts have one early.
   options.stop_tokens = {alone[0][4], alone[2][2]};
@@ -216,7 +193,7 @@ TEST(Generation, a_place_that_becomes_free_is_taken_at_once) {
     *std::ranges::min_element(together) += draws;
     in_pairs += i % 2 == 0 ? draws : draws - std::min(draws, alone[i - 1].size() + 1);
   }
-  Session session(model_of(which), for_generation(resident(2)));
+  Session session(plain_model(which), for_generation(resident(2)));
   std::size_t passes = 0;
   std::vector<Tokens> found(prompts.size());
   generate(session, prompts, options,
@@ -232,7 +209,7 @@ TEST(Generation, a_window_keeps_its_last_tokens) {
   DeviceMemory::install();
   int windows = 0;
   for (const Case& which : cases()) {
-    Session session(model_of(which), for_generation(resident(1)));
+    Session session(plain_model(which), for_generation(resident(1)));
     const ModelSpec& spec = session.model().spec();
     const bool has_window =
         CacheShape::of(spec, {16}, 1).bytes() < CacheShape::of(spec, {16}, KeyValueCache::kAnySpan).bytes();
@@ -262,7 +239,7 @@ TEST(Generation, a_window_keeps_its_last_tokens) {
 TEST(Generation, refuses_what_does_not_fit) {
   DeviceMemory::install();
   const Case which = cases().front();
-  Session session(model_of(which), for_generation(resident(1)));
+  Session session(plain_model(which), for_generation(resident(1)));
   const auto run = [&](const Tokens& prompt, std::int64_t new_tokens) {
     generated(session, {prompt}, {.max_new_tokens = new_tokens});
   };
@@ -273,7 +250,7 @@ TEST(Generation, refuses_what_does_not_fit) {
   expect_refusal(io::ErrorKind::usage, {"at most 1 rows"}, [&] {
     session.next_logits({row(cache, {1}, {{.length = 1}}), row(cache, {1}, {{.sequence = 1, .length = 1}})});
   });
-  Session another(model_of(which), for_generation(resident(1)));
+  Session another(plain_model(which), for_generation(resident(1)));
   expect_refusal(io::ErrorKind::internal, {"does not fit a cache of 4"}, [&] {
     another.next_logits({row(cache, {1, 2, 3, 4, 5}, {{.length = 5}})});
   });

@@ -74,7 +74,7 @@ std::string this_machine() {
 // The losses of the steps, then the norms of their gradients.
 std::vector<double> numbers_of(const Case& which) {
   const SessionOptions options = resident(2);
-  Session session({make_model(parse_model_spec(which.json, which.name)), initial(11)}, options, {.weight_decay = 0.1});
+  Session session(plain_model(which), options, {.weight_decay = 0.1});
   std::vector<double> losses, norms;
   for (int step = 0; step < kSteps; ++step) {
     const StepResult result = session.step(batches(options.micro_batches, step), 1e-2);

@@ -49,7 +49,7 @@ std::pair<std::map<int, int>, StepResult> entered_in_a_step(const Tiling& tiling
   options.sequence_length = sequence_length;
   options.record = true;
   const Case which = case_called("mixtral");
-  Session session({make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)}, options);
+  Session session(plain_model(which, tiling), options);
   const StepResult result = session.step(batches(micro_batches, 0), 1e-2);
   std::map<int, int> entered;
   for (const swap::TaskRecord& record : session.take_timeline())
@@ -86,7 +86,7 @@ TEST(Together, AsManyMicroBatchesAsHaveSoManyTokens) {
 StepResult step_of(const Case& which, const std::vector<MicroBatch>& batches, const Tiling& tiling) {
   SessionOptions options = resident(static_cast<int>(batches.size()));
   options.device_memory = options.host_memory = 512 * kMiB;
-  Session session({make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)}, options);
+  Session session(plain_model(which, tiling), options);
   return session.step(batches, 1e-2);
 }
 

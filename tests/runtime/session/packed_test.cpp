@@ -15,10 +15,6 @@ std::vector<MicroBatch> packed_batches(int step) {
   return all;
 }
 
-Model model_of(const Case& which) {
-  return {make_model(parse_model_spec(which.json, which.name)), initial(11)};
-}
-
 struct Outcome {
   std::vector<double> losses;
   std::vector<std::vector<float>> masters;
@@ -26,7 +22,7 @@ struct Outcome {
 };
 
 Outcome run(const Case& which, const SessionOptions& options) {
-  Session session(model_of(which), options, {.lr = 3e-3});
+  Session session(plain_model(which), options, {.lr = 3e-3});
   Outcome outcome;
   for (int step = 0; step < 3; ++step) outcome.losses.push_back(session.step(packed_batches(step)).loss);
   outcome.losses.push_back(session.evaluate(packed_batches(9)).loss);
@@ -48,7 +44,7 @@ TEST(PackedRows, have_the_same_bits_under_every_budget) {
     if (can_keep(which, {})) {
       EXPECT_EQ(run(which, swapping(small, which, {})), expected);
     }
-    Session plain(model_of(which), options);
+    Session plain(plain_model(which), options);
     EXPECT_NE(plain.step(batches(2, 0)).loss, expected.losses[0]);  // the documents do not see each other
   }
 }

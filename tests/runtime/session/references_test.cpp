@@ -29,7 +29,7 @@ SessionOptions of_pairs(SessionOptions options, bool base_is_reference) {
 }
 
 Model adapted(const Case& which, const AdapterConfig& config) {
-  return with_adapters({make_model(parse_model_spec(which.json, which.name)), initial(11)}, config, 5);
+  return with_adapters(plain_model(which), config, 5);
 }
 
 struct Course {
@@ -134,7 +134,7 @@ TEST(ReferencesOfAdapters, AreRefusedWhereTheBaseIsTrainedOrNothingTakesThem) {
     expect_refusal(io::ErrorKind::usage, {"a reference that is the base is for dpo with adapters"},
                    [&] { const Session session(model, options); });
   };
-  refused({make_model(parse_model_spec(which.json, which.name)), initial(11)}, of_pairs(resident(2), true));
+  refused(plain_model(which), of_pairs(resident(2), true));
   AdapterConfig saving = kPlain;
   saving.saved = {"lm_head"};
   refused(adapted(which, saving), of_pairs(resident(2), true));

@@ -28,8 +28,7 @@ struct Outcome {
 };
 
 Outcome run(const Case& which, const SessionOptions& options, double spike = 0, const Tiling& tiling = {}) {
-  Session session({make_model(parse_model_spec(which.json, which.name, tiling)), initial(11)}, options,
-                  {.lr = 3e-3, .weight_decay = 0.1});
+  Session session(plain_model(which, tiling), options, {.lr = 3e-3, .weight_decay = 0.1});
   Outcome outcome;
   for (int step = 0; step < kSteps; ++step) {
     const StepResult result = session.step(batches(options.micro_batches, step), 3e-3 + spike);
@@ -311,7 +310,7 @@ TEST(Session, ANonFiniteGradientSkipsTheStepWhole) {
 TEST(Session, EvaluatesAsManyMicroBatchesInAPassAsTheBudgetsHold) {
   const Case which = cases().front();
   const Folder folder;
-  const auto model = [&] { return Model{make_model(parse_model_spec(which.json, which.name)), initial(11)}; };
+  const auto model = [&] { return plain_model(which); };
   SessionOptions options = streamed(resident(8), folder);
   options.train = false;
   options.device_memory = kMiB / 2;
@@ -363,7 +362,7 @@ TEST(Session, EvaluatesAsManyMicroBatchesInAPassAsTheBudgetsHold) {
 TEST(Session, EvaluatesMoreMicroBatchesInAPassThanAStepHas) {
   const Case which = cases().front();
   const Folder folder;
-  const auto model = [&] { return Model{make_model(parse_model_spec(which.json, which.name)), initial(11)}; };
+  const auto model = [&] { return plain_model(which); };
   Session all(model(), resident(1));
   SessionOptions options = least_device(streamed(resident(1), folder), which, {});
   options.device_memory += 256 * 1024;

@@ -54,7 +54,7 @@ struct Projected {
 TEST(WindowReference, AddsToTheWeightWhatItsProjectorMakesOfEachUpdate) {
   DeviceMemory::install();
   const Case which = case_called("llama");
-  Model model = with_adapters({make_model(parse_model_spec(which.json, which.name)), initial(11)}, kGalore, 5);
+  Model model = with_adapters(plain_model(which), kGalore, 5);
   const auto watched = std::make_shared<Watched>(make_model(model.spec()));
   model.layers = watched;
   SessionOptions options = resident(2);
@@ -123,7 +123,7 @@ TEST(WindowReference, AResumedRunDoesNotWriteTheBaseAgain) {
   DeviceMemory::install();
   const Case which = case_called("llama");
   const Folder folder;
-  const Model model = with_adapters({make_model(parse_model_spec(which.json, which.name)), initial(11)}, kGalore, 5);
+  const Model model = with_adapters(plain_model(which), kGalore, 5);
   SessionOptions options = streamed(resident(2), folder);
   options.host_memory = 64 * kMiB;
   options.commit_every = 1;

@@ -25,7 +25,7 @@ const AdapterConfig kGalore{
     .rank = 4, .exclude = {"shared_expert_gate"}, .init = AdapterInit::galore, .windows = {.steps = 2, .scale = 0.5}};
 
 Model projected(const Case& which, const AdapterConfig& config = kGalore) {
-  return with_adapters({make_model(parse_model_spec(which.json, which.name)), initial(11)}, config, 5);
+  return with_adapters(plain_model(which), config, 5);
 }
 
 struct Steps {
@@ -257,8 +257,7 @@ INSTANTIATE_TEST_SUITE_P(Models, SessionWindows, ::testing::Values("llama", "gpt
 TEST(Windows, AreTheSameInHalvesOfBlocks) {
   const Folder folder;
   const Case which = case_called("llama");
-  const Model model =
-      with_adapters({make_model(parse_model_spec(which.json, which.name, kTiled)), initial(11)}, kGalore, 5);
+  const Model model = with_adapters(plain_model(which, kTiled), kGalore, 5);
   const SessionOptions options = little(model, resident(2), folder);
   const Steps found = trained(model, options), expected = trained(model, resident(2));
   EXPECT_EQ(found.losses, expected.losses);
@@ -267,7 +266,7 @@ TEST(Windows, AreTheSameInHalvesOfBlocks) {
 
 TEST(Windows, WhatIsNotNamedIsTrainedWholeOrAsItWasChosen) {
   const Case which = case_called("llama");
-  const Model plain{make_model(parse_model_spec(which.json, which.name)), initial(11)};
+  const Model plain = plain_model(which);
   AdapterConfig config = kGalore;
   config.targets = {"q_proj", "down_proj"};
   const auto trainable = [](const Model& model) {
@@ -295,7 +294,7 @@ TEST(Windows, WhatIsNotNamedIsTrainedWholeOrAsItWasChosen) {
 
 TEST(Windows, WhatCannotBeIsSaid) {
   const Case which = case_called("llama");
-  const Model plain{make_model(parse_model_spec(which.json, which.name)), initial(11)};
+  const Model plain = plain_model(which);
   const auto refused = [&](std::initializer_list<std::string_view> words,
                            const std::function<void(AdapterConfig & config)>& change) {
     AdapterConfig config = kGalore;
