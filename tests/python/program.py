@@ -2,6 +2,7 @@
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import time
 
@@ -86,6 +87,18 @@ def wait_until_stopped(process):
     """Until it stands still (`stop` in $TIERFLOW_FAIL), or has ended."""
     stat = pathlib.Path(f"/proc/{process.pid}/stat")
     wait_until(lambda: process.poll() is not None or stat.read_text().rsplit(")", 1)[1].split()[0] == "T")
+
+
+def while_it_stands(process, act):
+    """Does that while the process stands still, and lets it end: what it said."""
+    try:
+        wait_until_stopped(process)
+        act()
+        process.send_signal(signal.SIGCONT)
+        return process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+        process.wait()
 
 
 def damage(path, begin=MIB):

@@ -115,6 +115,14 @@ def scarce(folder, **options):
     return tierflow.Plan(budget, allow_any_filesystem=True, **{"precision": "fp32-master+adam32", "extra": extra, **options})
 
 
+def frozen(tmp_path, precision):
+    """Of a base for adapters, with as little room as that."""
+    plan = scarce(tmp_path / "store", trainable=False, base_precision=precision)
+    plan.budget = tierflow.Budget(device="1MiB", host="64KiB", storage=[tmp_path / "store"], activations=0.0)
+    plan.extra = {"chaos_seed": 5, "chunk_elements": 4096}
+    return plan
+
+
 def masters(model):
     return {name: p.master() for name, p in model.named_parameters() if hasattr(p, "master")}
 

@@ -13,7 +13,7 @@ import time
 
 import numpy
 import pytest
-from program import BUILD, MIB, again, changed, config, needs_torch, run, small, start, steps_of, the_error, wait_until, wait_until_stopped
+from program import BUILD, MIB, again, changed, config, needs_torch, run, small, start, steps_of, the_error, wait_until, while_it_stands
 from program import work as work  # a fixture
 
 pytestmark = needs_torch
@@ -315,10 +315,7 @@ def test_stopped_while_it_exports_it_commits_and_writes_that_model_later(work):
     expected = {record["step"]: record["loss"] for record in steps_of(work / "whole.json")}
     train = [*lora, "--export-every", "2", *TIGHT]
     process = start(work, *train, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:checkpoint-2.partial/config.json.partial:stop"})
-    wait_until_stopped(process)
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGCONT)
-    _, errors = process.communicate(timeout=60)
+    errors = while_it_stands(process, process.terminate)
     assert process.returncode == 143, errors
     assert "the model after step 2 was not written: the run ends" in errors and "the state after step 2 of" in errors
     assert not [*work.glob("out/checkpoint-*")]
@@ -333,10 +330,7 @@ def test_stopped_while_it_verifies_it_says_that_the_state_stays(work):
     died = run(work, *words, ok=False, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:state.tfv:kill", "TIERFLOW_FAIL_NTH": "8"})
     assert died.returncode == -signal.SIGKILL
     process = start(work, *words, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:out/model-00001-of-00001.safetensors.partial:stop"})
-    wait_until_stopped(process)
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGCONT)
-    _, errors = process.communicate(timeout=60)
+    errors = while_it_stands(process, process.terminate)
     assert process.returncode == 143 and "nothing was kept" not in errors, errors
     assert "the state stays as it was" in the_error(errors)
     assert again(work, *words).returncode == 0

@@ -12,7 +12,7 @@ import threading
 import time
 
 import pytest
-from program import BUILD, MIB, config, damage, needs_torch, run, small, start, the_error, wait_until, wait_until_stopped
+from program import BUILD, MIB, config, damage, needs_torch, run, small, start, the_error, wait_until, while_it_stands
 from program import work as work  # a fixture
 from safetensors.torch import load_file, save_file
 
@@ -360,14 +360,7 @@ def test_a_last_evaluation_that_fails_without_an_export_says_how_the_state_is_go
     flushes = sum(call[0] == "flush" and call[1].endswith("state.tfv") for call in calls_of(work))
     shutil.rmtree(work / "store")
     process = start(work, *words, env={**shim(work, ("flush", "state.tfv", "stop")), "TIERFLOW_FAIL_NTH": str(flushes)})
-    try:
-        wait_until_stopped(process)
-        damage(work / "store" / "state.tfv")
-        process.send_signal(signal.SIGCONT)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
+    errors = while_it_stands(process, lambda: damage(work / "store" / "state.tfv"))
     assert process.returncode in (5, 6), errors
     assert "the last evaluation failed; the state is whole: `tierflow export --storage" in the_error(errors)
 

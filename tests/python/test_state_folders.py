@@ -9,7 +9,7 @@ import signal
 import subprocess
 
 import pytest
-from program import BUILD, config, damage, needs_torch, run, small, start, the_error, wait_until, wait_until_stopped
+from program import BUILD, config, damage, needs_torch, run, small, start, the_error, wait_until, while_it_stands
 from program import work as work  # a fixture
 
 pytestmark = needs_torch
@@ -254,14 +254,7 @@ def test_a_copy_that_came_out_otherwise_takes_no_place(work, wide):
         shutil.rmtree(work / folder)
     shutil.copytree(work / "begun", work / "a")
     process = start(work, *larger, env={**SHIM, "TIERFLOW_FAIL": "flush:a/state.tfv-moving.tfv:stop", "TIERFLOW_FAIL_NTH": str(flushes)})
-    try:
-        wait_until_stopped(process)
-        damage(work / "a" / "state.tfv-moving.tfv")
-        process.send_signal(signal.SIGCONT)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
+    errors = while_it_stands(process, lambda: damage(work / "a" / "state.tfv-moving.tfv"))
     assert process.returncode == 0, errors
     assert CUT in errors and "the chunks of the state stay as they are" in errors and weights(work) == wide
 

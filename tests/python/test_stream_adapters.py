@@ -1,7 +1,7 @@
 """PEFT's adapters over a streamed base: the bits of a resident one, with each of its variants; and what to do about those that would write or copy the base."""
 
 import pytest
-from streaming import GROUPED, batches, make, roomy, scarce, tierflow, torch, transformers
+from streaming import GROUPED, batches, frozen, make, roomy, tierflow, torch, transformers
 
 peft = pytest.importorskip("peft")
 optimizers = pytest.importorskip("peft.optimizers")
@@ -49,16 +49,9 @@ def same(one, other):
     return one[0] == other[0] and one[1].keys() == other[1].keys() != set() and all(torch.equal(value, other[1][name]) for name, value in one[1].items())
 
 
-def streaming(tmp_path, precision):
-    plan = scarce(tmp_path / "store", trainable=False, base_precision=precision)
-    plan.budget = tierflow.Budget(device="1MiB", host="64KiB", storage=[tmp_path / "store"], activations=0.0)
-    plan.extra = {"chaos_seed": 5, "chunk_elements": 4096}
-    return plan
-
-
 def over_each_base(tmp_path, folder, precision, options, optimizer=plain_adam):
     """Trained over the base on storage; seen to be what it is over a resident one."""
-    model = tierflow.load(folder, streaming(tmp_path, precision))
+    model = tierflow.load(folder, frozen(tmp_path, precision))
     streamed = trained(model, options, optimizer)
     assert tierflow.stats(model)["lanes"]["disk_read"]["bytes"] > 0
     tierflow.close(model)
@@ -94,7 +87,7 @@ def test_first_values_that_are_taken_away_from_the_base_need_it_in_bf16(variant,
     over_each_base(tmp_path, folder, "bf16", WRITING[variant])
     before = (folder / "model.safetensors").read_bytes()
     for precision in "nf4", "int8":
-        model = tierflow.load(folder, streaming(tmp_path, precision))
+        model = tierflow.load(folder, frozen(tmp_path, precision))
         line = rf'q_proj.weight is stored as {precision}, which is not written: use base_precision="bf16"'
         with pytest.raises(tierflow.UsageError, match=line):
             adapted(model, WRITING[variant])
@@ -124,11 +117,11 @@ def test_lora_ga_takes_its_gradients_from_a_model_that_has_some(folder, tmp_path
     tierflow.close(model)
     theirs, ours = (torch.load(tmp_path / name) for name in ("theirs.pt", "ours.pt"))
     assert theirs.keys() == ours.keys() != set() and all(torch.allclose(value.float(), ours[name].float(), rtol=0.02, atol=1e-5) for name, value in theirs.items())
-    model = tierflow.load(folder, streaming(tmp_path, "bf16"))
+    model = tierflow.load(folder, frozen(tmp_path, "bf16"))
     with pytest.raises(tierflow.UsageError, match=r"q_proj.weight requires a gradient, but was frozen when the model was loaded.*plan\(trainable=True\)"):
         gradients(model, tmp_path / "none.pt")
     tierflow.close(model)
-    model = tierflow.load(folder, streaming(tmp_path, "bf16"))
+    model = tierflow.load(folder, frozen(tmp_path, "bf16"))
     streamed = trained(gradients(model, tmp_path / "ours.pt"), options())
     assert same(streamed, trained(gradients(resident(), tmp_path / "ours.pt"), options()))
     tierflow.close(model)
@@ -136,14 +129,14 @@ def test_lora_ga_takes_its_gradients_from_a_model_that_has_some(folder, tmp_path
 
 @pytest.mark.parametrize("precision", ["nf4", "int8"])
 def test_merging_needs_the_base_in_bf16(precision, folder, tmp_path):
-    model = tierflow.load(folder, streaming(tmp_path, precision))
+    model = tierflow.load(folder, frozen(tmp_path, precision))
     tuned = adapted(model, {})
     with pytest.raises(tierflow.UsageError, match=rf'q_proj.weight is stored as {precision}, which is not written: use base_precision="bf16"'):
         tuned.merge_and_unload()
     tuned.save_pretrained(tmp_path / "adapter")
     tierflow.close(model)
     # What the line says: over a base in bf16 it is added.
-    model = tierflow.load(folder, streaming(tmp_path, "bf16"))
+    model = tierflow.load(folder, frozen(tmp_path, "bf16"))
     merged = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").merge_and_unload()
     resident = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     assert_merged(merged, peft.PeftModel.from_pretrained(resident, tmp_path / "adapter").merge_and_unload())
@@ -161,7 +154,7 @@ def assert_merged(merged, resident, ties=0.01):
 def test_adapters_are_merged_over_a_folder(folder, tmp_path):
     """What `tierflow merge` writes, of adapters that were trained over a base in four bits."""
     (folder / "tokenizer.json").write_text("{}")
-    model = tierflow.load(folder, streaming(tmp_path, "nf4"))
+    model = tierflow.load(folder, frozen(tmp_path, "nf4"))
     adapted(model, {}).save_pretrained(tmp_path / "adapter")
     tierflow.close(model)
     tierflow.merge(folder, tmp_path / "adapter", tmp_path / "merged")
@@ -188,7 +181,7 @@ def mixture(tmp_path):
 
 
 def streaming_mixture(tmp_path, precision="bf16"):
-    plan = streaming(tmp_path, precision)
+    plan = frozen(tmp_path, precision)
     plan.budget = tierflow.Budget(device="330KiB", host="96KiB" if precision == "bf16" else "160KiB", storage=[tmp_path / "store"], activations=0.0)
     return plan
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from streaming import GPT2, batches, make, roomy, scarce, tierflow, torch, transformers
+from streaming import GPT2, batches, frozen, make, roomy, tierflow, torch, transformers
 
 peft = pytest.importorskip("peft")
 loraga = pytest.importorskip("peft.tuners.lora.loraga")
@@ -24,13 +24,6 @@ def adapted(model, **options):
     return peft.get_peft_model(model.requires_grad_(False), config).train()
 
 
-def streaming(tmp_path, precision):
-    plan = scarce(tmp_path / "store", trainable=False, base_precision=precision)
-    plan.budget = tierflow.Budget(device="1MiB", host="64KiB", storage=[tmp_path / "store"], activations=0.0)
-    plan.extra = {"chaos_seed": 5, "chunk_elements": 4096}
-    return plan
-
-
 def begun(model, method="lora-ga", **options):
     tuned = adapted(model, **options)
     first = tierflow.LoraGA(tuned, method=method)
@@ -48,7 +41,7 @@ def factors(tuned, layer="model.layers.1.self_attn.q_proj"):
 @pytest.mark.parametrize("method", ["lora-ga", "lora_ga"])
 def test_training_begins_with_the_model_and_goes_on_as_over_a_resident_base(precision, method, folder, tmp_path):
     runs = []
-    for plan in (streaming(tmp_path, precision), roomy(trainable=False, base_precision=precision)):
+    for plan in (frozen(tmp_path, precision), roomy(trainable=False, base_precision=precision)):
         model = tierflow.load(folder, plan)
         base = {name: value.clone() for name, value in model.state_dict().items()}
         expected = [model(**batch).loss.item() for batch in batches("llama", 2)]
@@ -69,7 +62,7 @@ def test_training_begins_with_the_model_and_goes_on_as_over_a_resident_base(prec
 @pytest.mark.parametrize("method", ["lora-ga", "lora_ga"])
 def test_first_values_are_the_programs(method, folder, tmp_path):
     """The same gradient but for rounding, so the same product of factors."""
-    tuned, _ = begun(tierflow.load(folder, streaming(tmp_path, "bf16")), method)
+    tuned, _ = begun(tierflow.load(folder, frozen(tmp_path, "bf16")), method)
     a, b, _ = factors(tuned)
     micro_batches = [{"input_ids": batch["input_ids"], "labels": batch["labels"]} for batch in batches("llama", 2)]
     with tierflow.Session(folder, tierflow.Budget(device="1GiB", host="64MiB"), method="lora", adapters={"rank": 4, "alpha": 6, "targets": TARGETS, "init": method},
@@ -88,7 +81,7 @@ def test_first_values_are_the_programs(method, folder, tmp_path):
 
 
 def test_first_values_are_pefts(folder, tmp_path):
-    tuned, _ = begun(tierflow.load(folder, streaming(tmp_path, "bf16")), "lora_ga")
+    tuned, _ = begun(tierflow.load(folder, frozen(tmp_path, "bf16")), "lora_ga")
     a, b, _ = factors(tuned)
     resident = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=TARGETS, init_lora_weights="lora_ga", lora_ga_config=peft.LoraGAConfig())
@@ -101,7 +94,7 @@ def test_first_values_are_pefts(folder, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"o_proj": 3}}])
 def test_the_folder_is_an_ordinary_lora_of_the_unchanged_model(options, folder, tmp_path):
-    model = tierflow.load(folder, streaming(tmp_path, "bf16"))
+    model = tierflow.load(folder, frozen(tmp_path, "bf16"))
     tuned, trainer = begun(model, **options)
     for _ in range(3):
         trainer.step(batches("llama", 2))
@@ -120,7 +113,7 @@ def test_the_folder_is_an_ordinary_lora_of_the_unchanged_model(options, folder, 
 
 def test_a_durable_run_goes_on_with_its_first_values(folder, tmp_path):
     def run(steps, stop):
-        plan = streaming(tmp_path, "nf4")
+        plan = frozen(tmp_path, "nf4")
         plan.budget = tierflow.Budget(device="1MiB", host="96KiB", storage=[tmp_path / "store"], activations=0.0, durable=True)
         model = tierflow.load(folder, plan)
         tuned = adapted(model)

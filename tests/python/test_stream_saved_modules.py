@@ -3,8 +3,8 @@
 import copy
 
 import pytest
-from streaming import batches, roomy, tierflow, torch, transformers
-from test_stream_adapters import adapted, over_each_base, streaming, trained
+from streaming import batches, frozen, roomy, tierflow, torch, transformers
+from test_stream_adapters import adapted, over_each_base, trained
 from test_stream_adapters import folder as folder  # a fixture
 
 peft = pytest.importorskip("peft")
@@ -23,7 +23,7 @@ def test_saved_modules_are_trained_with_the_bits_of_a_resident_model(saved, prec
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_folder_of_saved_modules_is_read_by_a_resident_model(fused, folder, tmp_path):
-    plan = streaming(tmp_path, "bf16")
+    plan = frozen(tmp_path, "bf16")
     if fused:
         plan.budget = tierflow.Budget(device="1MiB", host="64KiB", storage=[tmp_path / "store"])
     model = tierflow.load(folder, plan, fused_layers=fused)

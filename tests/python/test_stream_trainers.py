@@ -1,16 +1,9 @@
 """The trainers and loaders of others over a streamed model."""
 
 import pytest
-from streaming import VOCAB, make, roomy, scarce, tierflow, torch, transformers
+from streaming import VOCAB, make, scarce, tierflow, torch, transformers
 
 LR = 1e-3
-
-
-@pytest.fixture
-def model():
-    made = tierflow.wrap(make("llama"), roomy())
-    yield made
-    tierflow.close(made)
 
 
 class Examples(torch.utils.data.Dataset):
