@@ -7,6 +7,7 @@ import sys
 import tempfile
 
 import pytest
+from program import work as work  # a fixture
 
 ROOT = pathlib.Path(__file__).parents[2]
 BUILD = pathlib.Path(os.environ.get("TIERFLOW_BUILD", ROOT / "build"))

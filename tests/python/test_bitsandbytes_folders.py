@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers
 from program import config, needs_torch, run, small, steps_of
-from program import work as work  # a fixture
 from safetensors.torch import load_file, save_file
 from test_quantised_folders import LORA, loss, rounded
 

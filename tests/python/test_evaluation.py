@@ -8,7 +8,6 @@ import subprocess
 
 import pytest
 from program import BUILD, changed, needs_torch, run, small, start, steps_of, the_error, wait_until
-from program import work as work  # a fixture
 
 pytestmark = needs_torch
 

@@ -5,7 +5,6 @@ import signal
 
 import pytest
 from program import BUILD, again, changed, needs_torch, run, small, start, steps_of, wait_until_stopped
-from program import work as work  # a fixture
 
 pytestmark = needs_torch
 

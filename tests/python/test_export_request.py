@@ -9,7 +9,6 @@ import socket
 
 import pytest
 from program import changed, needs_torch, run, small, start, steps_of, the_error, wait_until
-from program import work as work  # a fixture
 
 pytestmark = needs_torch
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 import transformers
 from program import needs_torch, run, small, steps_of, the_error
-from program import work as work  # a fixture
 from safetensors.torch import load_file, save_file
 from test_models import CONFIGS, randomised
 from test_quantised_folders import ADAPTERS, LORA, METHODS, ROWS, loss, saved_by_the_format

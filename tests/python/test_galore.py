@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 from program import BUILD, again, changed, needs_torch, run, small, start, steps_of, the_error, wait_until
-from program import work as work  # a fixture
 from safetensors.torch import load_file
 from test_adapters import loss_of, make_base, plain, probe
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 from program import BUILD, config, needs_torch, run, start, the_error
-from program import work as work  # a fixture
 from rows import PLAIN, SHORTENING, base, messages, the_library, write_rows  # noqa: F401
 from test_models import CHOOSES, CONFIGS, randomised
 

@@ -4,7 +4,6 @@ import signal
 import subprocess
 
 from program import BUILD, again, changed, needs_torch, run, small, start, the_error, wait_until
-from program import work as work  # a fixture
 
 pytestmark = needs_torch
 

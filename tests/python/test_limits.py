@@ -15,7 +15,7 @@ import termios
 import numpy
 import pytest
 
-from test_train import BUILD, MIB, PROGRAM, config, run, small, steps_of, work  # noqa: F401 (work is a fixture)
+from test_train import BUILD, MIB, PROGRAM, config, run, small, steps_of
 
 pytestmark = pytest.mark.skipif(not (BUILD / "libtierflow_train.so").exists(), reason="built without LibTorch")
 TRAIN = ["train", "--config", "config.json", "--data", "text.txt", "--out", "out"]

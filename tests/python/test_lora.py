@@ -7,7 +7,6 @@ import peft
 import pytest
 import transformers
 from program import again, changed, config, needs_torch, run, small, start, steps_of, the_error, wait_until
-from program import work as work  # a fixture
 from safetensors.torch import load_file, save_file
 
 pytestmark = needs_torch

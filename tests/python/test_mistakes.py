@@ -6,7 +6,6 @@ import subprocess
 
 import pytest
 from program import MIB, PROGRAM, needs_torch, run, small, the_error
-from program import work as work  # a fixture
 
 pytestmark = needs_torch
 

@@ -2,7 +2,6 @@
 import pytest
 import torch
 from program import changed, needs_torch, run, small, steps_of
-from program import work as work  # a fixture
 from safetensors.torch import load_file, save_file
 from test_families import saved
 from test_models import CONFIGS, SMALL, gpt_oss, llama4

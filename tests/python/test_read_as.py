@@ -4,7 +4,6 @@ import json
 import pytest
 import torch
 from program import changed, needs_torch, run, small, the_error
-from program import work as work  # a fixture
 from safetensors.torch import load_file, save_file
 from test_models import CONFIGS, randomised
 

@@ -14,7 +14,6 @@ import time
 import numpy
 import pytest
 from program import BUILD, MIB, again, changed, config, needs_torch, run, small, start, steps_of, the_error, wait_until, while_it_stands
-from program import work as work  # a fixture
 
 pytestmark = needs_torch
 

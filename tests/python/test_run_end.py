@@ -13,7 +13,6 @@ import time
 
 import pytest
 from program import BUILD, MIB, config, damage, needs_torch, run, small, start, the_error, wait_until, while_it_stands
-from program import work as work  # a fixture
 from safetensors.torch import load_file, save_file
 
 pytestmark = needs_torch

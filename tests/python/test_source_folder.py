@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers
 from program import changed, needs_torch, run, small, the_error
-from program import work as work  # a fixture
 from safetensors.torch import load_file, save_file
 from test_models import CONFIGS, SMALL, randomised, yarn
 from test_run_end import small_drive as small_drive  # a fixture

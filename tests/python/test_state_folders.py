@@ -10,7 +10,6 @@ import subprocess
 
 import pytest
 from program import BUILD, config, damage, needs_torch, run, small, start, the_error, wait_until, while_it_stands
-from program import work as work  # a fixture
 
 pytestmark = needs_torch
 

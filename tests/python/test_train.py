@@ -11,7 +11,6 @@ import time
 import numpy
 import pytest
 from program import BUILD, MIB, PROGRAM, config, needs_torch, run, small, steps_of
-from program import work as work  # a fixture
 
 pytestmark = needs_torch
 

@@ -1,7 +1,6 @@
 """A part of a model is trained: which tensors change, and what is refused."""
 import pytest
 from program import needs_torch, run, small, the_error
-from program import work as work  # a fixture
 from safetensors.torch import load_file
 
 pytestmark = needs_torch
