@@ -23,9 +23,11 @@ class CausalModel : public LayeredModel {
   HeadScores head_scores(const Weights& weights, const Carry& carry, const Shared& shared) const override;
   HeadResult head_loss_and_backward(const Weights& weights, const Gradients& gradients, const Carry& carry,
                                     const Shared& shared, const TokenScale& scale) const override;
-  bool draws_random_numbers() const override {
-    return config().embedding_dropout > 0 || config().residual_dropout > 0 || config().attention_dropout > 0 ||
-           config().adapter_dropout > 0;
+  Draws draws() const override {
+    if (config().attention_dropout > 0) return Draws::torchs;
+    return config().embedding_dropout > 0 || config().residual_dropout > 0 || config().adapter_dropout > 0
+               ? Draws::own
+               : Draws::nothing;
   }
   // For a model whose head is one stage.
   const LossHead& head() const { return head_.value(); }

@@ -8,6 +8,7 @@
 #include "runtime/models/decoder_kept.h"
 #include "runtime/models/decoder_mlp.h"
 #include "runtime/models/ops.h"
+#include "runtime/models/random_numbers.h"
 #include "runtime/models/rope.h"
 #include "runtime/models/upload.h"
 
@@ -162,7 +163,7 @@ class DecoderModel final : public CausalModel {
   Tensor added(const Half& half, const Weights& weights, KeptHalf<Half>& kept) const {
     Tensor left = product(half, weights, kept.inner);
     if (config().residual_dropout > 0)
-      std::tie(left, kept.mask) = at::native_dropout(left, config().residual_dropout, true);
+      std::tie(left, kept.mask) = dropped(left, config().residual_dropout);
     return left;
   }
   template <class Half>
@@ -191,7 +192,7 @@ class DecoderModel final : public CausalModel {
   // As the forward drew it: it depends on the shape and the type of x alone.
   template <class Half>
   void draw_mask(KeptHalf<Half>& kept, const Tensor& x) const {
-    if (config().residual_dropout > 0) kept.mask = std::get<1>(at::native_dropout(x, config().residual_dropout, true));
+    if (config().residual_dropout > 0) kept.mask = std::get<1>(dropped(x, config().residual_dropout));
   }
   // The gradient of the half's product from d, that of the half's result. d becomes that of the sum.
   template <class Half>

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "runtime/models/ops.h"
+#include "runtime/models/random_numbers.h"
 
 namespace tierflow::models {
 namespace {
@@ -27,7 +28,7 @@ HeadAdapter::HeadAdapter(const TensorIndex& index, double dropout) : a_(index.fi
 Tensor HeadAdapter::low(const Weights& weights, const Tensor& normed, bool training, Kept* kept) const {
   if (a_ < 0 || !at_position(weights, a_).defined()) return {};
   Kept drawn{.taken = normed, .mask = {}};
-  if (training && dropout_ > 0) std::tie(drawn.taken, drawn.mask) = at::native_dropout(normed, dropout_, true);
+  if (training && dropout_ > 0) std::tie(drawn.taken, drawn.mask) = dropped(normed, dropout_);
   Tensor low = at::mm(drawn.taken, at_position(weights, a_).t()).mul_(scale_);
   if (kept != nullptr) *kept = std::move(drawn);
   return low;

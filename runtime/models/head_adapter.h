@@ -23,7 +23,7 @@ class HeadAdapter {
   struct Kept {
     at::Tensor taken, mask;  // what A took, and what dropout left of it
   };
-  // low(normed), undefined where there is none. Draws from the default generator where it drops.
+  // low(normed), undefined where there is none. Where it drops, it draws (random_numbers.h).
   at::Tensor low(const Weights& weights, const at::Tensor& normed, bool training, Kept* kept = nullptr) const;
   // Adds the gradient of A, and to d [tokens, hidden] what follows for the normed states. d_low: the gradient of low().
   void backward(const Weights& weights, const Gradients& sums, const at::Tensor& d_low, const Kept& kept,

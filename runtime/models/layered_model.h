@@ -13,6 +13,7 @@
 #include "runtime/models/attention.h"
 #include "runtime/models/gradients.h"
 #include "runtime/models/micro_batch.h"
+#include "runtime/models/random_numbers.h"
 #include "runtime/models/router_balance.h"
 #include "runtime/models/soft_targets.h"
 #include "runtime/models/token_scale.h"
@@ -137,7 +138,7 @@ class LayeredModel {
   virtual Shared share(const MicroBatch& batch, torch::Device device) const = 0;
 
   // Embedding (the carry is empty) and blocks. Differentiable if autograd is on. `training` turns dropout on; random
-  // numbers come from torch's default generator, which the session seeds by (seed, step, micro-batch, stage) before
+  // numbers are those of models::Seeded, which the session makes with a seed of (seed, step, micro-batch, stage) for
   // each call, even when it recomputes.
   virtual Carry forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
                         bool training) const = 0;
@@ -164,8 +165,8 @@ class LayeredModel {
   virtual std::unique_ptr<KeptActivations> restore(int stage, const Weights& weights, const Carry& carry,
                                                    const Shared& shared, std::vector<torch::Tensor> essentials) const;
 
-  // Whether forward() draws from torch's default generator when training.
-  virtual bool draws_random_numbers() const { return true; }
+  // What forward() and the head draw when training.
+  virtual models::Draws draws() const { return models::Draws::torchs; }
 
   // The head: final norm, logits and loss, in chunks whose size only shapes decide, so that the logits never exist as a
   // whole.

@@ -38,8 +38,9 @@ struct MicroBatch {
 at::Tensor document_ends(const std::vector<Document>& documents);
 
 // Throws Exception (kind usage), in one line with the place and the value, where an id is none of the vocabulary's, or
-// a label or a token of the teacher is beyond it. Nothing behind this looks again: on a GPU a lookup outside of a table
-// would end the program's use of the card. `called`: what the line calls the micro-batch.
+// a label or a token of the teacher is beyond it, or where their tensors are of other types. vocabulary: 0 if nobody
+// knows it. Nothing behind this looks again: on a GPU a lookup outside of a table would end the program's use of the
+// card. `called`: what the line calls the micro-batch.
 void check_tokens(const MicroBatch& batch, std::int64_t vocabulary, const std::string& called);
 
 }  // namespace tierflow

@@ -11,6 +11,7 @@
 
 #include "runtime/models/grain.h"
 #include "runtime/models/kernels.h"
+#include "runtime/models/random_numbers.h"
 #include "runtime/models/row_kernels.h"
 
 namespace tierflow::models {
@@ -287,7 +288,7 @@ Tensor token_rows(const Tensor& hidden) {
 
 Tensor with_dropout(const Tensor& x, double p, bool training) {
   if (!training || p <= 0) return x;
-  return std::get<0>(at::native_dropout(x, p, true));
+  return std::get<0>(dropped(x, p));
 }
 
 void add_product(const Tensor& sum, const Tensor& a, const Tensor& b) {

@@ -9,6 +9,7 @@
 #include "runtime/checkpoint/source_folder.h"
 #include "runtime/device/device_memory.h"
 #include "runtime/models/linear.h"
+#include "runtime/models/random_numbers.h"
 #include "runtime/session/own_layers.h"
 #include "runtime/spec/adapters.h"
 
@@ -28,13 +29,13 @@ class ModuleModel final : public LayeredModel {
 
   Carry forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
                 bool training) const override {
-    const Bound bound(*this, stage, weights, training);
+    const Bound bound(*this, stage, weights, shared.ids.device(), training);
     return layers_[stage]->forward(carry, shared);
   }
 
   Carry backward(int stage, const Weights& weights, const Gradients& gradients, const Carry& carry,
                  const Shared& shared, const Carry& d_out) const override {
-    const Bound bound(*this, stage, weights, true);
+    const Bound bound(*this, stage, weights, shared.ids.device(), true);
     return differentiate(bound.leaves(), gradients, carry, d_out,
                          [&](const Carry& inputs) { return layers_[stage]->forward(inputs, shared); });
   }
@@ -51,12 +52,14 @@ class ModuleModel final : public LayeredModel {
       fail_usage("layers of one's own have no logits that a teacher's could be compared with");
     if (!scale.uniform()) fail_usage("layers of one's own have no loss of each token");
     const int last = static_cast<int>(layers_.size()) - 1;
-    const Bound bound(*this, last, weights, true);
+    const Bound bound(*this, last, weights, shared.ids.device(), true);
     HeadResult result;
     const auto scaled =
         torch::full({}, scale.all(), torch::TensorOptions().dtype(torch::kFloat32).device(shared.ids.device()));
     result.d_carry = differentiate(bound.leaves(), gradients, carry, {scaled}, [&](const Carry& inputs) {
       const torch::Tensor loss = scalar_loss(layers_[last]->forward(inputs, shared)).to(torch::kFloat32);
+      if (!loss.requires_grad())
+        fail_usage("the last layer's loss has no gradient: it was detached, or computed where autograd is off");
       result.loss_sum = loss.detach().to(torch::kDouble);
       return Carry{loss};
     });
@@ -73,8 +76,10 @@ class ModuleModel final : public LayeredModel {
   // While a stage computes: its module's parameters are the weights, and its linear layers have their adapters.
   class Bound {
    public:
-    Bound(const ModuleModel& model, int stage, const Weights& weights, bool training)
+    Bound(const ModuleModel& model, int stage, const Weights& weights, torch::Device device, bool training)
         : adapted_(model.adapted_[stage]), leaves_(model.layers_[stage]->parameters()) {
+      for (torch::Tensor& buffer : model.layers_[stage]->buffers())
+        if (buffer.device() != device) buffer.set_data(buffer.to(device));
       for (std::size_t i = 0; i < leaves_.size(); ++i) {
         leaves_[i].set_data(weights[i]);
         leaves_[i].mutable_grad().reset();
@@ -137,10 +142,26 @@ void for_each_module(const ModuleModel& model, Use use) {
 }
 
 std::shared_ptr<Layer> construct(const LayerFactory& factory, std::uint64_t seed) {
-  torch::manual_seed(seed);
+  const models::Seeded seeded(models::Draws::torchs, seed, torch::kCPU);
   std::shared_ptr<Layer> layer = factory();
   if (layer == nullptr) fail_usage("a layer's factory returned null");
   return layer;
+}
+
+// What a template must be, and how Tierflow holds it: parameters in bf16, buffers as they are.
+void prepare(const std::string& name, Layer& layer) {
+  const torch::NoGradGuard no_grad;
+  std::map<const void*, std::string> seen;
+  for (const auto& parameter : layer.named_parameters()) {
+    torch::Tensor values = parameter.value();
+    if (!values.is_floating_point())
+      fail_usage("parameter " + parameter.key() + " of layer " + name + " is " + c10::toString(values.scalar_type()) +
+                 ": parameters are floating-point numbers; make it a buffer");
+    if (const auto [first, fresh] = seen.try_emplace(values.unsafeGetTensorImpl(), parameter.key()); !fresh)
+      fail_usage("layer " + name + " has one parameter under two names, " + first->second + " and " + parameter.key() +
+                 ": register the module that has it once, and call it twice");
+    values.set_data(values.to(torch::kBFloat16));
+  }
 }
 
 // Weights of the modules that the factories make, one module at a time.
@@ -170,14 +191,26 @@ class FactoryWeights {
       if (layers_[i].first != name) continue;
       const auto layer = construct(layers_[i].second, seed_ + i);
       const torch::NoGradGuard no_grad;
-      for (const auto& parameter : layer->named_parameters())
+      const auto& shapes = templates_[i]->named_parameters();
+      bool alike = layer->named_parameters().size() == shapes.size();
+      for (const auto& parameter : layer->named_parameters()) {
+        const torch::Tensor* shape = shapes.find(parameter.key());
+        alike = alike && shape != nullptr && shape->sizes() == parameter.value().sizes() &&
+                shape->requires_grad() == parameter.value().requires_grad();
         held_[parameter.key()] = parameter.value().detach().to(torch::kFloat32).contiguous().flatten();
+      }
+      if (!alike)
+        fail_usage("layer " + name +
+                   " has other parameters than its factory made before, in name, shape or requires_grad: the layers "
+                   "of a repeat() are of one shape; add() each of the others");
       const auto expected = templates_[i]->buffers(), found = layer->buffers();
-      for (std::size_t b = 0; b < expected.size(); ++b)
-        if (!torch::equal(expected[b], found[b].to(expected[b].scalar_type())))
-          fail_usage("layer " + name +
-                     " has a buffer that differs from its siblings': they share one "
-                     "template; pass such values in the carry or make them parameters");
+      alike = expected.size() == found.size();
+      for (std::size_t b = 0; alike && b < expected.size(); ++b)
+        alike = expected[b].scalar_type() == found[b].scalar_type() && torch::equal(expected[b].cpu(), found[b]);
+      if (!alike)
+        fail_usage("layer " + name +
+                   " has a buffer that forward() changes, or that differs from its siblings': buffers are constants "
+                   "that all layers of a repeat() share; pass such values in the carry or make them parameters");
     }
     held_name_ = name;
   }
@@ -232,6 +265,7 @@ Layers& Layers::add(std::string name, const LayerFactory& factory) {
 }
 
 Layers& Layers::repeat(int count, const std::string& name, const LayerFactory& factory) {
+  if (count < 1) fail_usage("repeat() makes at least one layer of " + name + ", not " + std::to_string(count));
   for (int i = 0; i < count; ++i)
     entries_.push_back({.name = name + "." + std::to_string(i), .factory = factory, .shape = shapes_});
   ++shapes_;
@@ -248,17 +282,19 @@ Model Layers::build(std::uint64_t seed) const {
   std::vector<std::pair<std::string, LayerFactory>> factories;
   for (std::size_t index = 0; index < entries_.size(); ++index) {
     const Entry& entry = entries_[index];
+    if (entry.name.empty()) fail_usage("layer " + std::to_string(index) + " has no name");
     for (const auto& [name, factory] : factories)
       if (name == entry.name) fail_usage("two layers are named " + name);
     if (!templates.contains(entry.shape)) {
       templates[entry.shape] = construct(entry.factory, seed + index);
-      templates[entry.shape]->to(torch::kBFloat16);
+      prepare(entry.name, *templates[entry.shape]);
     }
     UnitSpec unit{.name = entry.name};
     for (const auto& parameter : templates[entry.shape]->named_parameters())
       unit.tensors.push_back({.name = entry.name + "." + parameter.key(),
                               .role = parameter.key(),
                               .shape = parameter.value().sizes().vec(),
+                              .trainable = parameter.value().requires_grad(),
                               .decays = parameter.value().dim() >= 2,
                               .moments_32 = parameter.value().dim() < 2});
     const bool last = index + 1 == entries_.size();

@@ -25,6 +25,12 @@ auto guarded(swap::Executor& executor, Work work) {
             : io::Error{.kind = io::ErrorKind::usage, .operation = "compute", .detail = error.what_without_backtrace()};
     executor.fail(failure);
     throw Exception(failure);
+  } catch (const NotMade&) {
+    throw;
+  } catch (...) {
+    executor.fail(
+        {.kind = io::ErrorKind::usage, .operation = "compute", .detail = "an exception ended the computation"});
+    throw;
   }
 }
 
@@ -40,6 +46,7 @@ Session::Session(Model model, SessionOptions options, AdamW adamw, const Progres
 Session::~Session() = default;
 
 StepResult Session::step(const std::vector<MicroBatch>& batches, double lr) {
+  if (!is_amount(lr)) fail_usage("a learning rate is a number, 0 or more, not " + std::to_string(lr));
   const PairCounts pairs = impl_->check_step(batches);
   const StepResult result = guarded(impl_->executor(), [&] {
     impl_->drain_ahead();
@@ -181,6 +188,8 @@ void Session::Impl::expect_first_values() const {
 PairCounts Session::Impl::check_step(const std::vector<MicroBatch>& batches) const {
   check_batches(batches, true);
   expect_first_values();
+  if (c10::InferenceMode::is_enabled())
+    fail_usage("a step is taken under c10::InferenceMode, where nothing is trained");
   if (window_ended() && window_tried != steps)
     fail_usage("the next window needs its projector first: begin_with_gradient() makes it of the step's gradient");
   return options.loss.pairs() ? count_pairs(options.loss, batches) : PairCounts{};

@@ -1,6 +1,9 @@
 #pragma once
 // FRONT DOOR of session: a model whose state streams, and its steps. Throws Exception, or std::logic_error for a defect
-// of Tierflow. After an exception from step() or evaluate() the session can only be destroyed, unless intact() is true.
+// of Tierflow. After an exception from step() or evaluate() the session can only be destroyed, unless intact() is true;
+// what it committed is there to resume from. Sessions may exist beside each other, and each may be used by any one
+// thread at a time. torch's memory and its cap are those of the process: one session is made at a time, and nothing
+// else computes meanwhile, because it measures.
 #include <array>
 #include <atomic>
 #include <cmath>
@@ -145,6 +148,7 @@ class Session {
   Session(
       Model model, SessionOptions options, AdamW adamw = {}, const Progress& progress = {},
       const Say& say = [](const std::string&) {});
+  // Commits nothing: call commit() before, if the last step is to be there for a session that resumes.
   ~Session();
 
   // One optimizer step over exactly options.micro_batches micro-batches. With a preference loss they are pairs as

@@ -43,9 +43,8 @@ void Session::Impl::check_batches(const std::vector<MicroBatch>& batches, bool t
          std::ranges::any_of(batch.lengths, [&](std::int64_t n) { return n < 0 || n > batch.ids.size(1); })))
       wrong("a micro-batch's lengths are one for each row, of at most its " + std::to_string(batch.ids.size(1)) +
             " tokens");
-  for (const MicroBatch& batch : batches) batch.documents();        // throws where positions are wrong
-  const std::int64_t vocabulary = model->spec().config.vocab_size;  // of layers of one's own nobody knows it
-  for (std::size_t i = 0; i < batches.size() && vocabulary > 0; ++i) check_tokens(batches[i], vocabulary, called(i));
+  for (const MicroBatch& batch : batches) batch.documents();  // throws where positions are wrong
+  for (std::size_t i = 0; i < batches.size(); ++i) check_tokens(batches[i], model->spec().config.vocab_size, called(i));
   if (!train || !options.loss.distills()) return;
   for (const MicroBatch& batch : batches) {
     std::vector<std::int64_t> shape = batch.ids.sizes().vec();
@@ -66,13 +65,12 @@ void Session::Impl::check_rows(const std::vector<CachedRow>& rows) const {
     check_tokens({.ids = rows[i].ids}, model->spec().config.vocab_size, "row " + std::to_string(i));
 }
 
-void Session::Impl::seed_random(int stage, int micro_batch) const {
-  if (!model->draws_random_numbers()) return;
+models::Seeded Session::Impl::seeded(int stage, int micro_batch, bool train) const {
   std::uint64_t key = mix_bits(options.seed + 0x9e3779b97f4a7c15ULL);
   for (const std::uint64_t part :
        {static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(micro_batch), static_cast<std::uint64_t>(stage)})
     key = mix_bits(key ^ (part + 0x9e3779b97f4a7c15ULL));
-  torch::manual_seed(key);
+  return {train ? model->draws() : models::Draws::nothing, key, torch_device};
 }
 
 }  // namespace tierflow

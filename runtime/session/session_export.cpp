@@ -195,9 +195,13 @@ std::string export_store(const std::vector<std::filesystem::path>& storage, cons
 
 std::vector<float> Session::master(int unit, int tensor) {
   Impl& impl = *impl_;
+  const std::vector<UnitSpec>& units = impl.model->spec().units;
+  if (unit < 0 || unit >= static_cast<int>(units.size()) || tensor < 0 ||
+      tensor >= static_cast<int>(units[unit].tensors.size()))
+    fail_usage("the model has no tensor " + std::to_string(tensor) + " of a unit " + std::to_string(unit));
   impl.flush();
   std::vector<float> values;
-  values.reserve(impl.model->spec().units[unit].tensors[tensor].elements());
+  values.reserve(units[unit].tensors[tensor].elements());
   impl.state->read_master(unit, tensor,
                           [&](std::span<const float> part) { values.insert(values.end(), part.begin(), part.end()); });
   return values;

@@ -25,6 +25,16 @@
 
 namespace tierflow {
 
+// Whether it can be a learning rate, or a weight decay.
+inline bool is_amount(double value) {
+  return value >= 0 && std::isfinite(value);
+}
+
+// What make() of an evaluation threw, between two passes.
+struct NotMade {
+  std::exception_ptr why;
+};
+
 struct Session::Impl {
   Impl(std::shared_ptr<LayeredModel> model, SessionOptions options, AdamW adamw);
   ~Impl();  // removes the store, even if the session failed to start, unless it was committed
@@ -68,7 +78,7 @@ struct Session::Impl {
   // first: what the first one is called in an error.
   void check_batches(const std::vector<MicroBatch>& batches, bool train, std::int64_t first = 0) const;
   void check_rows(const std::vector<CachedRow>& rows) const;
-  void seed_random(int stage, int micro_batch) const;
+  models::Seeded seeded(int stage, int micro_batch, bool train = true) const;
 
   // session_rows.cpp
   MissedUpdates nothing_missed() const;
@@ -126,10 +136,6 @@ struct Session::Impl {
   HeadResult head_of_pairs(const swap::Entered& entered, int micro_batch, const Shared& shared,
                            const Objective& objective, PairTotals& totals);
   void backward_all(const std::vector<Shared>& shared, OptimizerWork& work);
-  // What make() of an evaluation threw, between two passes.
-  struct NotMade {
-    std::exception_ptr why;
-  };
   // evaluate(), after which a session whose evaluation failed is not used again, unless a micro-batch was not made.
   Evaluation evaluated(std::int64_t count, const std::function<MicroBatch(std::int64_t index)>& make,
                        const Scored& scored, const Progress& progress);

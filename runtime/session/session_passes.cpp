@@ -146,7 +146,7 @@ void Session::Impl::forward_all(const std::vector<Shared>& shared, swap::Pass pa
         } else if (train && stage > 0 && model->spec().stages[stage].backward_needs_input) {
           inputs[stage][number] = taken_by_backward(model->spec().stages[stage], carry);
         }
-        if (train) seed_random(stage, number);
+        const models::Seeded draws = seeded(stage, number, train);
         // Where what it keeps does not fit after all, a second run does without.
         const swap::Activations these = std::exchange(activations, swap::Activations::recompute);
         if (these == swap::Activations::recompute) {
@@ -215,7 +215,7 @@ void Session::Impl::head_all(const std::vector<Shared>& shared, const Objective&
   for (int micro_batch = 0; micro_batch < count; ++micro_batch) {
     const swap::Entered entered = enter(last, swap::Pass::head, micro_batch);
     compute(starts_afresh(entered, micro_batch), [&] {
-      seed_random(last, micro_batch);
+      const models::Seeded draws = seeded(last, micro_batch);
       if (options.loss.pairs()) {
         PairTotals totals;
         carries[micro_batch] = head_of_pairs(entered, micro_batch, shared[micro_batch], objective, totals).d_carry;
@@ -256,7 +256,7 @@ void Session::Impl::backward_all(const std::vector<Shared>& shared, OptimizerWor
         const Weights bound = weights(entered);
         const Carry input = input_leaves(entered) ? tensors_in_slot(entered.slot, in_slot.at(item).input, torch_device)
                                                   : inputs[stage][number];
-        seed_random(stage, number);
+        const models::Seeded draws = seeded(stage, number);
         const Carry& d_out = carries[number];
         // Each is used up by its use: a second run computes it again.
         auto activations = kept.extract(item);

@@ -45,9 +45,16 @@ void check_options(const SessionOptions& options, const AdamW& adamw, std::int64
   if (options.clip && !(*options.clip > 0)) fail_usage("clip is a number above 0, or none");
   const auto is_decay = [](double beta) { return beta >= 0 && beta < 1; };
   if (!is_decay(adamw.beta1) || !is_decay(adamw.beta2)) fail_usage("AdamW's betas are at least 0 and less than 1");
-  const auto is_amount = [](double value) { return value >= 0 && std::isfinite(value); };
-  if (!is_amount(adamw.eps) || !is_amount(adamw.weight_decay))
-    fail_usage("AdamW's eps and weight_decay are numbers, 0 or more");
+  if (!is_amount(adamw.lr) || !is_amount(adamw.eps) || !is_amount(adamw.weight_decay))
+    fail_usage("AdamW's lr, eps and weight_decay are numbers, 0 or more");
+  if (options.commit_every < 0) fail_usage("commit_every is a number of steps, or 0");
+  if (options.storage.empty() && ((options.commit_every != 0 && !options.commit_auto) || options.keep_store))
+    fail_usage("commit_every and keep_store keep the state in folders of `storage`, and none is named");
+  const auto is_share = [](double value) { return value >= 0 && value <= 1; };
+  if (!is_share(options.deferred_share) || !is_share(options.device_update_share))
+    fail_usage("deferred_share and device_update_share are from 0 to 1");
+  if (!options.run.empty() && !nlohmann::json::parse(options.run, nullptr, false).is_object())
+    fail_usage("run is a JSON object, not " + options.run);
 }
 
 // Who would rather have the step before than none says so.

@@ -28,7 +28,8 @@ set_source_files_properties(session/golden_losses_test.cpp PROPERTIES COMPILE_DE
 tierflow_test(gpu_test BY_SUITE LABELS gpu LIBRARIES tierflow::session SOURCES session/gpu_test.cpp models/dense_weights_gpu_test.cpp
   models/attention_gpu_test.cpp models/row_kernels_gpu_test.cpp)
 tierflow_test(experts_on_demand_test BY_SUITE LIBRARIES tierflow::session SOURCES session/experts_on_demand_test.cpp)
-tierflow_test(own_layers_test BY_SUITE LIBRARIES tierflow::session SOURCES session/own_layers_test.cpp session/outer_adapters_test.cpp)
+tierflow_test(own_layers_test BY_SUITE LIBRARIES tierflow::session SOURCES session/own_layers_test.cpp session/own_layers_rules_test.cpp
+  session/outer_adapters_test.cpp)
 tierflow_test(references_test BY_SUITE LIBRARIES tierflow::session SOURCES session/references_test.cpp)
 tierflow_test(expert_adapters_test BY_SUITE LIBRARIES tierflow::session SOURCES models/expert_adapters_test.cpp session/expert_adapters_test.cpp)
 

@@ -259,7 +259,25 @@ TEST(Session, RefusesOptionsThatCannotTrain) {
   elsewhere.device = "tpu";
   refused("device is cpu or cuda", elsewhere);
   refused("betas are at least 0", resident(1), {.beta1 = 1});
+  for (const double lr : {-1.0, static_cast<double>(NAN), static_cast<double>(INFINITY)})
+    refused("lr, eps and weight_decay are numbers", resident(1), {.lr = lr});
   refused("eps and weight_decay are numbers", resident(1), {.weight_decay = -1});
+  SessionOptions wrong = resident(1);
+  wrong.commit_every = -3;
+  refused("commit_every is a number of steps", wrong);
+  wrong.commit_every = 1;
+  refused("none is named", wrong);
+  wrong = resident(1);
+  wrong.keep_store = true;
+  refused("none is named", wrong);
+  for (const double share : {-1.0, 7.0}) {
+    wrong = resident(1);
+    wrong.deferred_share = share;
+    refused("are from 0 to 1", wrong);
+  }
+  wrong = resident(1);
+  wrong.run = "hello";
+  refused("run is a JSON object, not hello", wrong);
 }
 
 TEST(Session, RefusesBudgetsThatCannotWorkAndNamesTheSmallest) {

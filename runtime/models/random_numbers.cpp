@@ -1,0 +1,52 @@
+#include "runtime/models/random_numbers.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <mutex>
+#include <optional>
+
+namespace tierflow::models {
+namespace {
+
+thread_local std::optional<at::Generator> own;  // of dropped(), while there is a Seeded
+
+void seed_default(torch::Device device, std::uint64_t seed) {
+  at::Generator generator = at::globalContext().defaultGenerator(device);
+  const std::scoped_lock lock(generator.mutex());
+  generator.set_current_seed(seed);
+}
+
+}  // namespace
+
+Seeded::Seeded(Draws draws, std::uint64_t seed, torch::Device device) {
+  if (draws == Draws::nothing) return;
+  if (!device.is_cpu()) seed_default(device, seed);
+  if (draws == Draws::own) {
+    own = at::make_generator<at::CPUGeneratorImpl>(seed);
+    return;
+  }
+  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
+  {
+    const std::scoped_lock lock(generator.mutex());
+    before_ = generator.get_state();
+  }
+  seed_default(at::kCPU, seed);
+}
+
+Seeded::~Seeded() {
+  own.reset();
+  if (!before_.defined()) return;
+  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
+  const std::scoped_lock lock(generator.mutex());
+  generator.set_state(before_);
+}
+
+std::tuple<torch::Tensor, torch::Tensor> dropped(const torch::Tensor& x, double p) {
+  if (!own || !x.is_cpu() || x.numel() == 0) return at::native_dropout(x, p, true);
+  at::Tensor mask = at::empty_like(x, x.options().dtype(at::kBool).requires_grad(false));
+  mask.bernoulli_(1 - p, own);
+  return {x.mul(mask).mul_(p == 1 ? 0.0 : 1 / (1 - p)), mask};
+}
+
+}  // namespace tierflow::models
