@@ -221,6 +221,11 @@ LeftStore find_left_store(const Folders& storage, Held held) {
   return left;
 }
 
+bool is_of_train(const std::string& run) {
+  const json then = json::parse(run, nullptr, false);
+  return then.is_object() && then.contains("sequence-length") && then.contains("micro-batches");
+}
+
 void refuse_left_store(const Folders& storage, const std::string& more) {
   const LeftStore left = find_left_store(storage);
   if (left.there)

@@ -38,6 +38,8 @@ struct LeftStore {
   std::string owner;  // process, host and times, as far as they are known
   std::string line;   // who made it, when, and what to do; printed after the path
 };
+// Whether that LeftStore::run is one that `tierflow train` wrote, and no script or program that has its own loop.
+bool is_of_train(const std::string& run);
 enum class Held : std::uint8_t { is_refused, is_read };
 // Throws Exception of kind locked if a process holds it, unless `held` says that it is read while that process holds
 // it; of kind io if the drive fails, so that nobody takes for lost what can be read later; of kind usage if folders are

@@ -65,10 +65,12 @@ std::vector<double> read_reference(const fs::path& path, const std::string& iden
 }
 
 void verify_reference(const Folders& storage, const LeftStore& left) {
-  const auto run = nlohmann::json::parse(left.run, nullptr, false);
   // Before the first step it is computed anew.
-  if (left.streamed || left.step == 0 || !run.is_object() || !run.contains("loss") || run.contains("reference")) return;
-  if (LossRule{.kind = parse_loss(run["loss"].get<std::string>())}.needs_reference())
+  if (left.streamed || left.step == 0 || !is_of_train(left.run)) return;
+  const auto run = nlohmann::json::parse(left.run);
+  const auto loss = run.find("loss");
+  if (loss == run.end() || !loss->is_string() || run.contains("reference")) return;
+  if (LossRule{.kind = parse_loss(loss->get<std::string>())}.needs_reference())
     read_reference(reference_beside(storage), left.run, std::nullopt);
 }
 

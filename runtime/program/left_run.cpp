@@ -11,29 +11,41 @@ namespace tierflow {
 namespace {
 
 // The run is finished. It may have been killed between its result and the end of its state. But what lies there may as
-// well be the state of the run that came after it in the same folders.
-void end_state(const TrainOptions& options, const LeftRun& left, TrainingLog& log) {
+// well be the state of the run that came after it in the same folders. maker: of that result.
+void end_state(const TrainOptions& options, const LeftRun& left, const std::string& maker, TrainingLog& log) {
   if (!left.store.there) return remove_note(options.storage);
-  const bool same =
-      left.store.resumable &&
-      RunRecord::parse(left.store.client).configuration == configuration_hash(effective_configuration(options)) &&
-      left.elsewhere.empty();
+  const bool same = left.store.resumable &&
+                    RunRecord::parse(left.store.client).configuration == configuration_hash(maker) &&
+                    left.elsewhere.empty();
   if (same) return discard_store(options.storage);
   log.say(left.store.state.string() + " is the state of another run, and stays");
+}
+
+// Nothing is written over the result of a run, and only a run with storage takes it for its own.
+void refuse_result(const TrainOptions& options, const std::string& differs) {
+  if (differs.empty() && !options.fresh && !options.storage.empty()) return;
+  fail(io::ErrorKind::usage, options.out.string(),
+       differs.empty()
+           ? "holds the result of this very run, which is finished: to do it once more, name another folder "
+             "as --out"
+           : "holds the result of a finished run, which stays; that run had " + differs +
+                 ": name another folder as --out for this one");
 }
 
 }  // namespace
 
 LeftRun find_left_run(const TrainOptions& options, TrainingLog& log) {
   LeftRun left;
+  const std::string maker = maker_of_result(options);
+  if (!maker.empty()) refuse_result(options, other_result(maker, effective_configuration(options)));
   if (options.fresh || options.storage.empty()) return left;
   left.elsewhere = finish_move(volume_in(options, engine_kind(options.engine)), log.teller());
   const Folders& lies = left.elsewhere.empty() ? options.storage : left.elsewhere;
   left.store = find_left_store(lies);
-  left.finished = has_result(options);
+  left.finished = !maker.empty();
   if (left.finished) {
     log.say("the run is finished: its result is in " + options.out.string());
-    end_state(options, left, log);
+    end_state(options, left, maker, log);
     return left;
   }
   if (left.store.there && !left.store.empty && !left.store.resumable)

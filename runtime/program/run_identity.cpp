@@ -1,7 +1,9 @@
 #include "runtime/program/run_identity.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <array>
 #include <nlohmann/json.hpp>
 #include <span>
 
@@ -35,16 +37,82 @@ std::string run_identity(const TrainOptions& options, std::uint64_t data, std::o
   return identity.dump();
 }
 
+namespace {
+
+constexpr std::size_t kMostNamed = 5;
+constexpr std::array kChooseNoResult = {"allow-any-filesystem",
+                                        "allow-buffered",
+                                        "data-cache",
+                                        "device-memory",
+                                        "durability",
+                                        "engine",
+                                        "export-bandwidth",
+                                        "fresh",
+                                        "go-back",
+                                        "host-memory",
+                                        "json",
+                                        "log-json",
+                                        "max-new-tokens",
+                                        "out",
+                                        "python",
+                                        "resume",
+                                        "sample-every",
+                                        "sample-prompts",
+                                        "storage",
+                                        "threads",
+                                        "trace"};
+
+// Of an option and both of its values: "--NAME X, not Y"; "none" where there is none.
+std::string differing(const std::string& option, const json& had, const json& value) {
+  const auto text = [](const json& it) { return it.is_null() ? "none" : it.dump(); };
+  return fmt::format("--{} {}, not {}", option, text(had), text(value));
+}
+
+void leave_out(json& options, std::span<const char* const> names) {
+  for (const char* name : names) options.erase(name);
+}
+
+// But for those that choose no result. Evaluations choose one where the run ends, or keeps a model, by them.
+json that_choose_a_result(const std::string& effective) {
+  json options = json::parse(effective, nullptr, false);
+  if (!options.is_object()) return json::object();
+  leave_out(options, kChooseNoResult);
+  if (options["export-best"] != true && options["early-stopping-patience"] == 0)
+    leave_out(options, std::array{"eval-every", "eval-sequences"});
+  return options;
+}
+
+}  // namespace
+
+std::string other_result(const std::string& then, const std::string& now) {
+  const json before = that_choose_a_result(then), wanted = that_choose_a_result(now);
+  json all = before;
+  all.update(wanted);
+  std::vector<std::string> what;
+  for (const auto& [option, unused] : all.items()) {
+    const json had = before.value(option, json()), value = wanted.value(option, json());
+    if (had != value) what.push_back(differing(option, had, value));
+  }
+  if (const std::size_t others = what.size(); others > kMostNamed) {
+    what.resize(kMostNamed);
+    what.push_back(fmt::format("{} other options that differ", others - kMostNamed));
+  }
+  return fmt::format("{}", fmt::join(what, " and "));
+}
+
 std::string configuration_hash(const std::string& effective) {
   json options = json::parse(effective, nullptr, false);
-  if (options.is_object())
-    for (const char* how : {"resume", "fresh", "go-back"}) options.erase(how);
+  if (options.is_object()) leave_out(options, std::array{"resume", "fresh", "go-back"});
   const std::string all = options.is_object() ? options.dump() : effective;
   return fmt::format("{:016x}", io::content_hash(std::as_bytes(std::span(all))));
 }
 
 void expect_same_run(const std::string& then, const std::string& now, const Folders& storage) {
   const json before = json::parse(then, nullptr, false), wanted = json::parse(now);
+  if (!is_of_train(then))
+    fail(io::ErrorKind::usage, storage.front().string(),
+         "holds the state of a script's run, which goes on with it: name another folder as --storage; --fresh discards "
+         "the state");
   const auto had_then = [&](const std::string& option) {
     return before.is_object() ? before.value(option, json()) : json();
   };

@@ -19,6 +19,11 @@ std::string run_identity(const TrainOptions& options, std::uint64_t data, std::o
 // what another did.
 std::string configuration_hash(const std::string& effective);
 
+// Where two commands, of which these are the effective_configuration(), would not have the same result: "--steps 3, not
+// 6 and --lr ...", the first one's value first. Empty where only options differ that say how and where a run is done,
+// what it shows and logs, or where --out is.
+std::string other_result(const std::string& then, const std::string& now);
+
 // Throws Exception (kind usage) that names what differs and says what to do.
 void expect_same_run(const std::string& then, const std::string& now, const Folders& storage);
 

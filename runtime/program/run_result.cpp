@@ -100,12 +100,13 @@ const char* last_file(const TrainOptions& options) {
   return options.method == "lora" && !options.merge ? kAdapterLast : kModelLast;
 }
 
-bool has_result(const TrainOptions& options) {
+std::string maker_of_result(const TrainOptions& options) {
   std::error_code ignored;
-  const std::filesystem::path made_by = options.out / "tierflow_run.json";
-  return !options.no_export && std::filesystem::exists(options.out / last_file(options), ignored) &&
-         std::filesystem::exists(made_by, ignored) &&
-         configuration_hash(read_text(made_by, 1 << 20)) == configuration_hash(effective_configuration(options));
+  const fs::path made_by = options.out / "tierflow_run.json";
+  const bool whole = fs::exists(options.out / kModelLast, ignored) || fs::exists(options.out / kAdapterLast, ignored);
+  if (options.no_export || !whole || !fs::exists(made_by, ignored)) return "";
+  const std::string effective = read_text(made_by, 1 << 20);
+  return nlohmann::json::parse(effective, nullptr, false).is_object() ? effective : "";
 }
 
 RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed, TrainingLog& log,

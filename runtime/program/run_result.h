@@ -14,8 +14,8 @@ namespace tierflow {
 
 // The file that a run's result has when it is whole.
 const char* last_file(const TrainOptions& options);
-// Whether --out holds the whole result of this very command.
-bool has_result(const TrainOptions& options);
+// effective_configuration() of the command whose whole result --out holds; empty where it holds none.
+std::string maker_of_result(const TrainOptions& options);
 
 // The end of an error message about a state that cannot be resumed: "; ..." with the newest model in --out. Empty if
 // there is none.

@@ -64,6 +64,13 @@ std::string why_not_resumable(const LeftStore& left) {
   return left.resumable || left.streamed ? "" : "it was made without --durability";
 }
 
+std::string who_goes_on(const LeftStore& left) {
+  if (left.streamed) return "the script that made it goes on with it";
+  return fmt::format(
+      "{} goes on with it, if it is whole, which `tierflow verify` finds out",
+      is_of_train(left.run) ? "the same `tierflow train` command" : "the script or program that made it");
+}
+
 std::string age_text(std::int64_t seconds) {
   if (seconds < 120) return fmt::format("{} s", seconds);
   if (seconds < 120 * 60) return fmt::format("{} min", seconds / 60);
@@ -128,7 +135,10 @@ int run_status(const StoreCommandOptions& options) {
                 {"resumable", reason.empty()},
                 {"reason", reason.empty() ? Json() : Json(reason)},
                 {"made_by", left.owner}};
-    if (!left.run.empty()) object["run"] = Json::parse(left.run, nullptr, false);
+    if (!left.run.empty()) {
+      const Json run = Json::parse(left.run, nullptr, false);
+      object["run"] = run.is_discarded() ? Json(left.run) : run;
+    }
     std::cout << object.dump(2) << "\n";
     return 0;
   }
@@ -143,10 +153,7 @@ int run_status(const StoreCommandOptions& options) {
   if (!left.passed_over.empty())
     std::cout << "it may not be the newest that was committed: " << left.passed_over << "\n";
   if (holder == 0)
-    std::cout << (left.streamed    ? "the script that made it goes on with it\n"
-                  : left.resumable ? "the same `tierflow train` command goes on with it, if it is whole, which "
-                                     "`tierflow verify` finds out\n"
-                                   : "no run goes on with it: " + reason + "\n");
+    std::cout << (left.streamed || left.resumable ? who_goes_on(left) : "no run goes on with it: " + reason) << "\n";
   std::cout << export_command(options.storage) << " writes it as a model folder\n";
   return 0;
 }

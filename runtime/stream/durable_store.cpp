@@ -54,7 +54,10 @@ std::optional<swap::Store::Contents> find_durable(const std::vector<UnitSpec>& u
   const std::string remedy = ": the same script as then goes on with it; to begin anew, remove " + left.state.string() +
                              "* there (and in every other folder of the run), or name others";
   if (left.readable && !left.streamed)
-    fail(io::ErrorKind::usage, left.state.string(), "is the state of a run of `tierflow train`, which goes on with it");
+    fail(io::ErrorKind::usage, left.state.string(),
+         is_of_train(left.run) ? "is the state of a run of `tierflow train`, which goes on with it"
+                               : "is the state of a run of another kind, such as a tierflow.Session: the script that "
+                                 "made it goes on with it");
   io::VolumeOptions volume = volume_in(options, options.engine);
   volume.folders = lies;
   swap::Store::Contents contents = value_or_throw(swap::Store::inspect(std::move(volume)));

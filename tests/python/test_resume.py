@@ -379,15 +379,40 @@ def test_killed_after_its_result_it_is_finished(work):
     shutil.copytree(work / "store", work / "kept")
     before = weights(work / "out")
     # Another command's result is not taken for this one's.
-    other = again(work, *words, "--eval-sequences", "3")
+    other = again(work, *words, "--weight-decay", "0.5")
     assert other.returncode == 2 and [*work.glob("store/*")]
-    for more in [], ["--resume"]:
+    # With options that choose no result it is the same run.
+    for more in [], ["--resume"], ["--durability", "every=2", "--threads", "1", "--eval-sequences", "3", "--log-json", "other.json"], ["--host-memory", "2MiB"]:
         done = run(work, *words, *more)
         assert "the run is finished: its result is in out" in done.stderr and not [*work.glob("store/*")] and weights(work / "out") == before
         # And once more, after the end of its state.
         done = run(work, *words, *more)
         assert "the run is finished: its result is in out" in done.stderr and weights(work / "out") == before
         shutil.copytree(work / "kept", work / "store", dirs_exist_ok=True)
+
+
+def test_the_result_of_a_finished_run_is_recognised_or_named_and_stays(work):
+    words = [*TRAIN, *TIGHT]
+    run(work, *words)
+    before = files(work / "out")
+    for other, said in [
+        (changed(words, {"--steps": "9"}), f"out: holds the result of a finished run, which stays; that run had --steps {STEPS}, not 9: name another folder as --out for this one"),
+        ([*changed(words, {"--steps": "9"}), "--resume"], f"had --steps {STEPS}, not 9:"),
+        ([*changed(words, {"--lr": "1e-4"}), "--held-out", "0"], "had --held-out 0.01, not 0.0 and --lr 0.001, not 0.0001:"),
+        ([*words, "--eval-every", "2", "--export-best"], "had --eval-every 0, not 2 and --export-best false, not true:"),
+        ([*words, "--fresh"], "out: holds the result of this very run, which is finished: to do it once more, name another folder as --out"),
+        ([*TRAIN, *small("--host-memory", "1MiB", "--log-json", "log.json")], "holds the result of this very run"),
+        (["train", "--config", "config.json", "--data", "other.txt", "--out", "out", "--seed", "5", "--clip", "none", "--warmup", "3", "--eps", "1e-6", *TIGHT], " and 4 other options that differ: name another folder"),
+    ]:
+        refused = run(work, *other, ok=False)
+        assert refused.returncode == 2 and said in the_error(refused.stderr) and "remove" not in refused.stderr, refused.stderr
+        assert files(work / "out") == before and not [*work.glob("store/*")]
+    for more in ["--storage", "store,more"], ["--durability", "export-only"], ["--engine", "threads"], ["--device-memory", "128MiB"]:
+        done = run(work, *changed([*words, *([] if more[0] in words else more)], dict([more])))
+        assert "the run is finished: its result is in out" in done.stderr and files(work / "out") == before
+    # A result without its last file, or of something else, is none of these.
+    (work / "out" / "config.json").unlink()
+    assert "--out exists and is not an empty folder" in the_error(run(work, *words, ok=False).stderr)
 
 
 def test_a_finished_run_leaves_the_state_of_the_next_one(work):

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from program import needs_torch, run, small, steps_of
+from program import needs_torch, run, small, steps_of, the_error
 from rows import base, the_library, transformers, write_rows  # noqa: F401
 from streaming import tierflow, torch
 
@@ -359,6 +359,20 @@ def test_a_durable_session_goes_on_with_the_same_bits(work, tmp_path):
     for more, why in (({"micro_batch": 1}, "had micro_batch 2, not 1"), ({"data": "others"}, "had data"), ({"adapters": {"rank": 4}}, "its adapter is not this one's")):
         with pytest.raises(tierflow.UsageError, match=why):
             durable(work, tmp_path / "state", **more)
+
+
+@pytest.mark.parametrize("more", [{}, {"method": "full", "adapters": None}, {"method": "lora", "adapters": {"rank": 4}, "loss": {"kind": "dpo", "beta": 0.2}}])
+def test_the_program_looks_at_its_state_and_takes_it_for_no_run_of_its_own(work, tmp_path, more):
+    with durable(work, tmp_path / "state", **more) as session:
+        session.step([next(iter(torch.utils.data.DataLoader(pairs_of(work) if "loss" in more else rows_of(work), 2)))])
+    assert "whole: the state after step 1, " in run(work, "verify", tmp_path / "state").stdout
+    assert json.loads(run(work, "verify", tmp_path / "state", "--json").stdout)["whole"]
+    assert "the script or program that made it goes on with it, if it is whole" in run(work, "status", tmp_path / "state").stdout
+    kept = (tmp_path / "state" / "state.tfv").read_bytes()
+    words = ["train", "--model", "model", "--data", "rows.jsonl", "--held-out", "0", "--steps", "2", "--out", tmp_path / "out", *small("--storage", tmp_path / "state", "--sequence-length", str(LENGTH))]
+    refused = run(work, *words, ok=False)
+    assert refused.returncode == 2 and "holds the state of a script's run" in the_error(refused.stderr)
+    assert (tmp_path / "state" / "state.tfv").read_bytes() == kept
 
 
 def test_what_is_wrong_is_one_line(work):
