@@ -92,5 +92,17 @@ TEST(TalkAgain, APromptThatIsKnownWholeIsAnswered) {
   for (const Tokens& each : answers) EXPECT_EQ(each.size(), 4U);
 }
 
+// What is kept was rotated for the length that the sequence had then.
+TEST(TalkAgain, TakesNothingOverWhereRotaryFactorsFollowTheLength) {
+  DeviceMemory::install();
+  const Case which = case_called("phi3");
+  Session session({make_model(parse_model_spec(which.json, which.name)), initial(11)}, for_one(16));
+  Talk talk(session, 40);
+  for (const std::int64_t length : {5, 9}) {
+    talk.answer(some_tokens(length, 3), {.max_new_tokens = 4}, {});
+    EXPECT_EQ(talk.taken_over(), 0);
+  }
+}
+
 }  // namespace
 }  // namespace tierflow::testing
