@@ -222,7 +222,6 @@ void Session::Impl::restore(const Progress& progress) {
                             (source == nullptr ? "now there are none, and then those of "
                                                : source->folder().string() + " has changed since, or is not ") +
                             before->folder.string()});
-  committed = true;
   committed_steps = steps;
   planned_generation = store->generation();
   window_begun = found.value("window", std::int64_t{-1});

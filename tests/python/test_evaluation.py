@@ -65,6 +65,21 @@ def test_each_document_has_its_own_loss_and_accuracy(work, rows):
             assert whole[key] == pytest.approx(sum(each[key] * each["tokens"] for each in found) / tokens, rel=1e-9)
 
 
+def test_so_many_sequences_are_evaluated_as_were_asked_for(work):
+    run(work, "init", "--config", "config.json", "--out", "model")
+
+    def evaluated(*words):
+        printed = run(work, "eval", "--model", "model", "--data", "text.txt", "--log-json", "eval.json", "--json", *words, *small()).stdout
+        log = [json.loads(line) for line in (work / "eval.json").read_text().splitlines()]
+        (work / "eval.json").unlink()
+        assert json.loads(printed) == log[-1]
+        return log[-1]
+
+    some, all_there_are = evaluated("--max-sequences", "3"), evaluated("--max-sequences", "1000000")
+    assert some["sequences"] == 3 < all_there_are["sequences"] and some["tokens"] == 3 * all_there_are["tokens"] / all_there_are["sequences"]
+    assert some["perplexity"] == pytest.approx(math.exp(some["loss"])) and some["loss"] != all_there_are["loss"]
+
+
 def test_what_documents_cannot_be_had_of(work, rows):
     words = ["eval", "--model", "model", "--per-document", "each.jsonl", *small()]
     assert "text is cut into sequences without regard to documents" in the_error(run(work, *words, "--data", "text.txt", ok=False).stderr)

@@ -123,6 +123,7 @@ def test_the_result_is_an_ordinary_model_and_the_state_may_stream(work, base):
     transformers.AutoModelForCausalLM.from_pretrained(work / "out")
     found = steps_of(work / "log.json")
     assert found[-1]["loss"] < found[0]["loss"] - 0.2
+    assert len({record["lanes"]["upload"]["bytes"] for record in found}) == 1, "what the beginning of a window moves is no step's"
     tuned = json.loads(run(work, "eval", "--model", "out", "--data", "text.txt", "--max-sequences", "8", "--json", *small()).stdout)["loss"]
     assert tuned < json.loads(run(work, "eval", "--model", "base", "--data", "text.txt", "--max-sequences", "8", "--json", *small()).stdout)["loss"] - 0.2
     run(work, *GALORE, "--steps", "8", "--out", "streamed", *small("--storage", "store", "--host-memory", "2MiB"))

@@ -308,10 +308,13 @@ def test_the_reference_moves_with_the_state(tuned, tmp_path):
     shim = {"LD_PRELOAD": str(BUILD / "librecord_calls.so"), "TIERFLOW_FAIL": "flush:first/state.tfv:kill", "TIERFLOW_FAIL_NTH": "9"}
     assert run(tuned, *stored("first", "second"), ok=False, env=shim).returncode == -signal.SIGKILL
     whole = (tmp_path / "first" / "state.tfv.reference").read_bytes()
-    shim |= {"TIERFLOW_FAIL": "flush:third/state.tfv:kill", "TIERFLOW_FAIL_NTH": "3"}
+    shim |= {"TIERFLOW_FAIL": "flush:third/state.tfv:kill", "TIERFLOW_FAIL_NTH": "3", "TIERFLOW_CALLS": str(tmp_path / "calls")}
     said = run(tuned, *stored("third", "second"), ok=False, env=shim).stderr
     assert "it is copied into the 2 folders of this run" in said and "resumed after step" in said
     assert not list((tmp_path / "first").glob("*")) and (tmp_path / "third" / "state.tfv.reference").read_bytes() == whole
+    calls = (tmp_path / "calls").read_text().splitlines()  # the copy's name is durable before what was copied goes
+    copied = next(index for index, call in enumerate(calls) if call.startswith("rename ") and call.endswith("third/state.tfv.reference"))
+    assert f"flush {tmp_path}/third" in calls[copied : calls.index(f"unlink {tmp_path}/first/state.tfv")]
     assert run(tuned, "verify", f"{tmp_path / 'second'},{tmp_path / 'third'}").stdout.startswith("whole")
     done = run(tuned, *stored("third", "second"))
     assert "computed before the first step" not in done.stderr and result(tmp_path / "out") == result(tmp_path / "whole")

@@ -155,11 +155,23 @@ def stopped_run(work, *more):
     assert process.wait(60) == 130
 
 
+def test_who_went_on_with_a_state_is_named(work):
+    """Not who began it."""
+    for _ in range(2):
+        (work / "log.json").unlink(missing_ok=True)
+        process = start(work, *changed(TRAIN, {"--steps": "1000"}), *TIGHT, delay_ms=10, stderr=subprocess.DEVNULL)
+        wait_until(lambda: (work / "log.json").exists() and steps_of(work / "log.json"))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert f"process {process.pid} on " in json.loads(run(work, "status", "store", "--json").stdout)["made_by"]
+
+
 def test_another_run_is_refused_by_the_name_of_what_differs(work):
     stopped_run(work)
     before = files(work / "store")
     (work / "other.txt").write_text("Something else. " * 2000)
     for changes, names in [(["--seed", "3"], "--seed 0, not 3"), (["--clip", "none"], "--clip 1.0"), (["--micro-batches", "2"], "--micro-batches 1, not 2"),
+                           (["--weight-decay", "0.5"], "--weight-decay 0.0, not 0.5"), (["--betas", "0.9,0.95"], "--betas [0.9,0.999], not [0.9,0.95]"), (["--eps", "1e-6"], "--eps 1e-08, not 1e-06"),
                            (["--data", "other.txt"], "other --data"), (["--precision", "bf16-sr+adam8"], "its precision is not")]:
         refused = again(work, *TRAIN, *TIGHT, *changes)
         line = the_error(refused.stderr)
@@ -463,6 +475,9 @@ def test_a_finished_run_says_so(work):
     # And with --out, whatever came between the last commit and the result.
     run(work, *changed(TRAIN, {"--steps": str(STEPS + 1)}), *TIGHT)
     assert (work / "out" / "config.json").exists() and not [*work.glob("store/*")]
+    # How it is to go on makes it no other run.
+    for how in [], ["--go-back"]:
+        assert "the run is finished: its result is in out" in run(work, *changed(TRAIN, {"--steps": str(STEPS + 1)}), *TIGHT, *how).stderr
 
 
 def test_without_room_for_a_second_copy_it_says_what_that_means(work, tmp_path):

@@ -62,7 +62,11 @@ def test_a_sample_is_what_the_result_generates(work, tmp_path):
         assert f"step 4: sample {sample['prompt']} ({sample['finish_reason']}): {json.dumps(sample['text'], ensure_ascii=False)}" in said
     run(work, *words("--steps", "4"), "--out", tmp_path / "plain", "--log-json", tmp_path / "plain.json")
     assert weights(tmp_path / "plain") == weights(tmp_path / "out")
-    assert [step["loss"] for step in steps_of(log)] == [step["loss"] for step in steps_of(tmp_path / "plain.json")]
+    plain = steps_of(tmp_path / "plain.json")
+    assert [step["loss"] for step in steps_of(log)] == [step["loss"] for step in plain]
+    # What samples fetch is there for the step that follows, and is none of what it moved.
+    uploads = [step["lanes"]["upload"]["bytes"] for step in steps_of(log)]
+    assert uploads[2] == 0 and uploads[:2] == [step["lanes"]["upload"]["bytes"] for step in plain][:2]
 
 
 def test_a_sample_ends_with_the_models_stop_token(work, tmp_path):

@@ -185,6 +185,12 @@ def test_they_count_in_the_space_that_is_wanted_before_the_first_step(work, smal
     full = small_drive("full", "6m")
     refused = run(work, *STEPS, "--model", "wrapped", "--out", full / "out", ok=False).stderr
     assert "free some space or give another --out" in the_error(refused) and "step 1" not in refused
+    # The files of its tokenizer come along too.
+    (work / "made").mkdir()
+    shutil.copy(work / "config.json", work / "made" / "config.json")
+    (work / "made" / "vocab.json").write_bytes(bytes(8 << 20))
+    refused = run(work, *STEPS, "--config", "made/config.json", "--tokenizer", "bytes", "--out", full / "out", ok=False).stderr
+    assert "free some space or give another --out" in the_error(refused) and "step 1" not in refused
 
 
 @pytest.mark.parametrize("beginning", ["language_model.model.", "model."])

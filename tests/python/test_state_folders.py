@@ -64,6 +64,19 @@ def test_on_more_and_on_fewer_drives_it_goes_on_to_the_bit(work, whole):
     assert weights(work) == whole and is_empty(work / "a") and is_empty(work / "b")
 
 
+def test_each_name_of_a_moved_state_is_durable_before_the_next_counts_on_it(work):
+    """First where all of it is, then the copy's names, one folder after the other."""
+    killed_at(work, "flush:a/state.tfv", "a", nth=9)
+    assert train(work, "a", "b", env={**SHIM, "TIERFLOW_CALLS": str(work / "calls")}).returncode == 0
+    calls = [line.split(" ") for line in (work / "calls").read_text().splitlines()]
+    took = {folder: calls.index(["rename", f"{work}/{folder}/state.tfv-moving.tfv", f"{work}/{folder}/state.tfv"]) for folder in "ab"}
+    for folder in "ab":
+        flushes = [index for index, call in enumerate(calls) if call == ["flush", f"{work}/{folder}"]]
+        noted = max(index for index, call in enumerate(calls[: min(took.values())]) if call[0] == "rename" and call[2] == f"{work}/{folder}/state.tfv.owner")
+        assert any(noted < index < min(took.values()) for index in flushes)
+        assert took[folder] + 1 in flushes
+
+
 def test_killed_while_it_moves_one_of_both_states_is_whole(work, whole):
     killed_at(work, "flush:a/state.tfv", "a", nth=9)
     begun = work / "begun"

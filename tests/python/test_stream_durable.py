@@ -123,11 +123,14 @@ def script(tmp_path_factory):
     server = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     out = tmp_path_factory.mktemp("out") / "weights"
 
-    def run(*folders, durable=True, small=True, kill_call="", fail_call="", **how):
+    def run(*folders, durable=True, small=True, kill_call="", fail_call="", calls="", **how):
         # kill_call: OPERATION:END_OF_PATH:NTH, before that call. fail_call: OPERATION:END_OF_PATH:ERRNO, the first such call.
+        # calls: a file that gets a line for each.
         call, _, nth = kill_call.rpartition(":")
         job = {"folders": [str(folder) for folder in folders], "durable": durable, "small": small, "run": how, "out": str(out),
                "environment": {"TIERFLOW_FAIL": f"{call}:kill", "TIERFLOW_FAIL_NTH": nth} if call else {"TIERFLOW_FAIL": fail_call, "TIERFLOW_FAIL_NTH": "1"} if fail_call else {}}  # fmt: skip
+        if calls:
+            job["environment"]["TIERFLOW_CALLS"] = str(calls)
         server.stdin.write(json.dumps(job) + "\n")
         server.stdin.flush()
         status = int(server.stdout.readline())
@@ -658,8 +661,12 @@ def test_on_another_number_of_drives_it_goes_on_to_the_bit(script, whole, tmp_pa
     script(a, kill_at=3, kill_in="step")
     script(a, b, kill_at=4, kill_in="step")
     assert {path.name for path in b.iterdir()} == {"state.tfv", "state.tfv.owner"}
-    run = script(b)
+    run = script(b, calls=tmp_path / "calls")
     assert run[0] == 4 and same(run, whole["loop"]) and not list(a.iterdir())
+    # What lies beside the copy is durable before what was copied goes.
+    calls = (tmp_path / "calls").read_text().splitlines()
+    copied = next(index for index, call in enumerate(calls) if call.startswith(f"rename {b}/state.tfv.beside"))
+    assert f"flush {b}" in calls[copied : calls.index(f"unlink {a}/state.tfv")]
 
 
 def test_killed_in_a_move_it_goes_on_to_the_bit(script, whole, tmp_path):

@@ -21,8 +21,11 @@ tierflow_test(session_test BY_SUITE LIBRARIES tierflow::session SOURCES
   session/resume_test.cpp
   session/profiler_test.cpp
   session/generate_test.cpp
+  session/talk_test.cpp
+  session/dropout_test.cpp
   session/distillation_test.cpp
-  device/default_stream_test.cpp)
+  device/default_stream_test.cpp
+  device/device_memory_test.cpp)
 set_source_files_properties(session/golden_losses_test.cpp PROPERTIES COMPILE_DEFINITIONS TIERFLOW_GOLDEN_LOSSES="${CMAKE_CURRENT_SOURCE_DIR}/session/golden/losses.txt")
 
 tierflow_test(gpu_test BY_SUITE LABELS gpu LIBRARIES tierflow::session SOURCES session/gpu_test.cpp models/dense_weights_gpu_test.cpp
@@ -40,6 +43,7 @@ target_link_libraries(bare_torch PRIVATE tierflow_torch_wheel)
 tierflow_test(train_test BY_SUITE LIBRARIES tierflow_commands SOURCES
   program/live_text_test.cpp
   program/train_test.cpp
+  program/training_log_test.cpp
   program/plan_command_test.cpp)
 add_dependencies(train_test fake_nvml tierflow_train)  # the latter identifies what was measured
 target_compile_definitions(train_test PRIVATE TIERFLOW_FAKE_NVML="$<TARGET_FILE:fake_nvml>")

@@ -113,9 +113,43 @@ TEST(AdamW8bit, GroupsSchedulersAndParametersWithoutGradients) {
   EXPECT_NEAR(moved(a, before), 0.01, 1e-4);
 }
 
+// A parameter that lies in a larger buffer begins where no vector does.
+TEST(AdamW8bit, AParameterWithinABufferIsUpdatedAlike) {
+  for (const auto type : {torch::kBFloat16, torch::kFloat32}) {
+    const torch::Tensor buffer = bf16_valued({5001}, 5).to(type),
+                        within = buffer.narrow(0, 1, 5000).detach().requires_grad_(),
+                        alone = within.detach().clone().requires_grad_();
+    AdamW8bit optimizer({within, alone}, AdamW8bitOptions(1e-2));
+    for (int step = 0; step < 3; ++step) {
+      const torch::Tensor gradients = bf16_valued({5001}, 300 + step).to(type);
+      within.mutable_grad() = gradients.narrow(0, 1, 5000);
+      alone.mutable_grad() = gradients.narrow(0, 1, 5000).clone();
+      optimizer.step();
+    }
+    EXPECT_TRUE(same(within, alone));
+    EXPECT_FALSE(same(alone, bf16_valued({5001}, 5).to(type).narrow(0, 1, 5000)));
+  }
+}
+
+TEST(AdamW8bit, ItsClosureComputesGradients) {
+  torch::Tensor a = torch::ones({5000}).requires_grad_();
+  AdamW8bit optimizer({a}, AdamW8bitOptions(0.1).weight_decay(0));
+  const torch::NoGradGuard whatever_the_loop_has;
+  const torch::Tensor loss = optimizer.step([&] {
+    optimizer.zero_grad();
+    torch::Tensor sum = a.sum();
+    sum.backward();
+    return sum;
+  });
+  EXPECT_EQ(loss.item<double>(), 5000);
+  EXPECT_NEAR(a[0].item<double>(), 0.9, 1e-5);
+}
+
 TEST(AdamW8bit, SavesAndLoads) {
   torch::Tensor one = bf16_valued({6000}, 3).requires_grad_(), small = bf16_valued({10}, 4).requires_grad_();
-  AdamW8bit optimizer({one, small}, AdamW8bitOptions(1e-2));
+  const AdamW8bitOptions options =
+      AdamW8bitOptions(1e-2).betas({0.8, 0.9}).eps(1e-3).weight_decay(0.2).min_8bit_size(8);
+  AdamW8bit optimizer({one, small}, options);
   const auto step = [](AdamW8bit& with, torch::Tensor& x, torch::Tensor& y, int seed) {
     x.mutable_grad() = bf16_valued({6000}, seed);
     y.mutable_grad() = bf16_valued({10}, seed);
@@ -129,6 +163,9 @@ TEST(AdamW8bit, SavesAndLoads) {
   torch::load(loaded, file);
   step(optimizer, one, small, 11);
   step(loaded, other, other_small, 11);
+  const auto& read = static_cast<const AdamW8bitOptions&>(loaded.param_groups()[0].options());
+  EXPECT_EQ(std::tuple(read.lr(), read.betas(), read.eps(), read.weight_decay(), read.min_8bit_size()),
+            std::tuple(options.lr(), options.betas(), options.eps(), options.weight_decay(), options.min_8bit_size()));
   EXPECT_TRUE(same(one, other) && same(small, other_small));
 }
 
@@ -153,7 +190,16 @@ TEST(AdamW8bit, RefusesWhatItCannotUpdate) {
   refused(torch::ones({10}, torch::kFloat64));
   refused(torch::ones({4, 6}).t());
   refused(torch::ones({10}, torch::kMeta));
-  EXPECT_THROW(AdamW8bit({torch::ones({1})}, AdamW8bitOptions(-1.0)), Exception);
+  torch::Tensor parameter = torch::ones({10}).requires_grad_();
+  parameter.mutable_grad() = torch::ones({9});
+  AdamW8bit optimizer({parameter});
+  EXPECT_THROW(optimizer.step(), Exception);
+  const AdamW8bitOptions usual(0.1);
+  for (const AdamW8bitOptions& wrong :
+       {AdamW8bitOptions(-1.0), AdamW8bitOptions(usual).eps(-1e-8), AdamW8bitOptions(usual).weight_decay(-0.1),
+        AdamW8bitOptions(usual).betas({-0.1, 0.9}), AdamW8bitOptions(usual).betas({1, 0.9}),
+        AdamW8bitOptions(usual).betas({0.9, -0.1}), AdamW8bitOptions(usual).betas({0.9, 1})})
+    EXPECT_THROW(AdamW8bit({torch::ones({1})}, wrong), Exception);
 }
 
 }  // namespace

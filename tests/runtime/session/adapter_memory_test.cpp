@@ -90,6 +90,31 @@ TEST(SessionOfAdapters, FirstValuesTakeWhatThePlanSays) {
   }
 }
 
+// What may be taken while first values come is given back when they are there.
+TEST(SessionOfAdapters, AfterFirstValuesTheBudgetIsThatOfSteps) {
+  DeviceMemory& torch_memory = DeviceMemory::install();
+  for (const AdapterInit init : {AdapterInit::pissa, AdapterInit::lora_ga}) {
+    const AdapterConfig config{.rank = 8, .alpha = 8, .init = init};
+    Session session(with_adapters({make_model(parse_model_spec(kWideLayer, "wide")), initial(11)}, config, 5),
+                    resident(1));
+    if (init == AdapterInit::lora_ga) {
+      std::vector<MicroBatch> some = batches(1, 0);
+      for (torch::Tensor* tokens : {&some[0].ids, &some[0].labels}) tokens->remainder_(64);
+      session.begin_with_gradient(some);
+    }
+    const std::uint64_t slots = session.plan().arrangement.device_bytes();
+    EXPECT_LT(session.memory().device_peak, slots + torch_memory.stats().held + kMiB / 2);
+    ASSERT_GT(session.plan().loading, kMiB);
+    const auto take = [&](std::int64_t beyond) {
+      torch_memory.release_kept();
+      const auto room = static_cast<std::int64_t>(session.options().device_memory - slots - torch_memory.stats().held);
+      torch::empty({room + beyond}, torch::kUInt8);
+    };
+    EXPECT_NO_THROW(take(-(1 << 19)));
+    EXPECT_THROW(take(1 << 19), c10::OutOfMemoryError);
+  }
+}
+
 constexpr const char* kWideExperts =
     R"({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "vocab_size": 64, "hidden_size": 32,
         "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2,

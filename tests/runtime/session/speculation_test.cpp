@@ -186,6 +186,7 @@ TEST_P(Speculative, GoesOnAfterACrashWithTheSameBits) {
       continue;
     }
     seen.masters = masters_of(session);
+    EXPECT_EQ(session.skipped_steps(), 2U);
     session.discard();
     break;
   }
