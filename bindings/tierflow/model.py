@@ -24,6 +24,7 @@ from .fused import say_what_is_fused
 from .isolation import watch
 from .keys import saved_as
 from .loss import fuse_loss
+from .optim import skipped_steps
 from .parameter import StreamedParameter
 from .stored import StoredModel
 from .units import check_real, cut, init_empty
@@ -168,7 +169,7 @@ def stats(module: nn.Module) -> dict[str, Any]:
     return {
         "memory": {**engine.native.memory(), "activations_share": engine.activations.share, "activations_peak": engine.activations.peak},
         "lanes": engine.native.lanes(),
-        "skipped_steps": engine.skipped,
+        "skipped_steps": skipped_steps(module, engine),
         "departures": engine.native.departures,
         "where": engine.native.describe(),
     }
