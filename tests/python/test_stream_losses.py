@@ -88,6 +88,7 @@ def test_dpo_of_a_peft_model_takes_the_base_as_its_reference(work, tmp_path):  #
         trainer = tierflow.Trainer(model, opt, loss="dpo")
         before = trainer.evaluate(steps[0], losses.log_probabilities)
         seen.append([trainer.step(batches).loss for batches in steps])
+        assert not any("reference" in batch for batches in steps for batch in batches)  # they are the caller's
         # The adapters are back, and what they begin from is what it was.
         with model.disable_adapter():
             after = trainer.evaluate(steps[0], losses.log_probabilities)
