@@ -74,3 +74,12 @@ def test_the_seed_is_that_of_the_rounding():
         assert torch.isfinite(model(**batches("llama", 1)[0]).loss)
         tierflow.close(model)
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+def test_what_a_message_tells_to_pass_is_an_argument():
+    """Storage in memory is refused with the words that let it pass."""
+    budget = tierflow.Budget("600KiB", "1MiB", ["/dev/shm"], activations=0.0)
+    with pytest.raises(tierflow.Error, match=r"accept this one with allow_any_filesystem=True") as refused:
+        tierflow.wrap(make("llama"), budget)
+    assert "--" not in str(refused.value) and "Budget(allow" not in str(refused.value)
+    tierflow.close(tierflow.wrap(make("llama"), tierflow.Plan(budget, allow_any_filesystem=True)))
