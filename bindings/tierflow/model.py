@@ -76,7 +76,6 @@ def load(
     generation = path / "generation_config.json"
     if generation.exists() and getattr(model, "generation_config", None) is not None:
         model.generation_config = type(model.generation_config).from_pretrained(path)
-    model.config._name_or_path = str(path)
     return model.eval()
 
 
@@ -295,7 +294,7 @@ def write_configs(model: Any, folder: str | os.PathLike, config: Any) -> None:
     config.architectures = [type(model).__name__]
     config.dtype = torch.bfloat16
     config.save_pretrained(folder)
-    if model.can_generate() and getattr(model, "generation_config", None) is not None:
+    if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
 
 
