@@ -70,7 +70,7 @@ class Rows(torch.utils.data.Dataset):
     def held_out(self) -> "Rows":
         """The sequences that are kept for evaluation."""
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__, _held_out=True, _epoch=0)
+        other.__dict__.update(self.__dict__, _held_out=True)
         return other
 
     @property

@@ -301,12 +301,14 @@ class Engine:
         key = self._live(gradient)
         self._scales[key] = self._scales.get(key, 1.0) * factor
 
-    def step(self, how: dict[tuple[int, int], dict[str, Any]], trained: set[tuple[int, int]], others: set[tuple[int, int]]) -> bool:
-        """Gradients become updates, each ahead of its unit's next turn. how: by tensor, TensorUpdate's arguments without scale. trained: what this optimizer
-        trains, others: what the other ones do, whose units keep their gradients.
+    def _stepped(self, trained: set[tuple[int, int]], others: set[tuple[int, int]]) -> tuple[list[int], set[int]]:
+        """The units with gradients that an optimizer's step takes, and those that it leaves to the other optimizers."""
+        spared = {unit for unit, _ in others} - {unit for unit, _ in trained}
+        return [unit for unit in range(len(self.handles)) if self.native.gradients_of(unit) and unit not in spared], spared
 
-        False, and nothing changes, where a gradient is not finite.
-        """
+    def finite(self, trained: set[tuple[int, int]], others: set[tuple[int, int]]) -> bool:
+        """Whether all gradients that step() is going to take are. Raises UsageError where some are missing. trained: what this optimizer trains, others: what the
+        other ones do, whose units keep their gradients."""
         if self.broken is not None:
             raise _native.UsageError(f"{self.broken}: this step's gradients are incomplete; call the optimizer's zero_grad() and go on")
         if lost := next((key for key in trained if key in self._lost), None):
@@ -314,9 +316,13 @@ class Engine:
                 f"another optimizer's step() took the gradients of {self.handles[lost[0]][lost[1]].label} with those of its module, which streams as one: "
                 "put the parameters of a module into groups of one optimizer"
             )
-        spared = {unit for unit, _ in others} - {unit for unit, _ in trained}
-        units = [unit for unit in range(len(self.handles)) if self.native.gradients_of(unit) and unit not in spared]
-        finite = all(self.native.finite(unit) for unit in units) and all(math.isfinite(s) for (unit, _), s in self._scales.items() if unit not in spared)
+        units, spared = self._stepped(trained, others)
+        return all(self.native.finite(unit) for unit in units) and all(math.isfinite(s) for (unit, _), s in self._scales.items() if unit not in spared)
+
+    def step(self, how: dict[tuple[int, int], dict[str, Any]], trained: set[tuple[int, int]], others: set[tuple[int, int]], finite: bool) -> None:
+        """Gradients become updates, each ahead of its unit's next turn; where not all of the optimizer's are finite, they go, and nothing changes. how: by tensor,
+        TensorUpdate's arguments without scale. trained, others: as in finite()."""
+        units, spared = self._stepped(trained, others)
         updates = []
         for unit in units:
             entries = []
@@ -336,14 +342,10 @@ class Engine:
             if self.journal is not None:
                 self.journal.take_gradients()
             self.native.step(updates)
-            self._alone = {key for key in self._alone if key[0] in spared}
-            return True
+            return
         for unit in units:
             self._drop(unit)
         self.skipped += 1
-        if self.skipped == 1:
-            log.warning("a gradient is not finite: the step is skipped whole (said once)")
-        return False
 
     def _say_unused(self, handle: StreamedParameter, used: bool) -> None:
         if not used and not self._said_unused:

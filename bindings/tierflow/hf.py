@@ -61,7 +61,6 @@ class TierflowCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if self._resume is not None:
             load_checkpoint(self._trainer.model, self._optimizer(), self._resume / "tierflow")
-            self._resume = None
         self._before, self._since = stats(model)["lanes"], time.monotonic()
 
     def on_log(self, args: Any, state: Any, control: Any, model: Any = None, logs: dict[str, Any] | None = None, **_: Any) -> None:

@@ -41,6 +41,7 @@ class MicroBatchLane:
         self._asked = 0  # by the driver: how often it was to run
         self._served = 0  # by the lane: how often it did. Equal: it rests, and the driver may touch it
         self._unfinished = False  # by the lane: it rests within its work
+        self._ended = False
         self.frame: Frame | None = None  # the turn it waits for
         self.answer: Any = None
         self.result: Any = None
@@ -55,15 +56,17 @@ class MicroBatchLane:
         local.lane = self
         while True:
             self._sleep()
-            if self._work is None:
+            if self._ended:
                 return
             self._unfinished = True
             try:
+                assert self._work is not None
                 self.result = self._work()
             except _Stop:
                 pass
             except BaseException as error:
                 self.error = error
+            self._work = None  # it refers to the trainer, which ends this thread when nobody does
             self._unfinished = False
             self._rest()
 
@@ -129,6 +132,6 @@ class MicroBatchLane:
         self.frame, self.error, self.calls = None, None, []
 
     def end(self) -> None:
-        self._work = None
+        self._ended = True
         self._asked = self._served + 1
         self._go.put(None)

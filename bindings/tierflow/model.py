@@ -24,6 +24,7 @@ from .fused import say_what_is_fused
 from .isolation import watch
 from .keys import saved_as
 from .loss import fuse_loss
+from .optim import skipped_steps
 from .parameter import StreamedParameter
 from .stored import StoredModel
 from .units import check_real, cut, init_empty
@@ -75,7 +76,6 @@ def load(
     generation = path / "generation_config.json"
     if generation.exists() and getattr(model, "generation_config", None) is not None:
         model.generation_config = type(model.generation_config).from_pretrained(path)
-    model.config._name_or_path = str(path)
     return model.eval()
 
 
@@ -168,7 +168,7 @@ def stats(module: nn.Module) -> dict[str, Any]:
     return {
         "memory": {**engine.native.memory(), "activations_share": engine.activations.share, "activations_peak": engine.activations.peak},
         "lanes": engine.native.lanes(),
-        "skipped_steps": engine.skipped,
+        "skipped_steps": skipped_steps(module, engine),
         "departures": engine.native.departures,
         "where": engine.native.describe(),
     }
@@ -294,7 +294,7 @@ def write_configs(model: Any, folder: str | os.PathLike, config: Any) -> None:
     config.architectures = [type(model).__name__]
     config.dtype = torch.bfloat16
     config.save_pretrained(folder)
-    if model.can_generate() and getattr(model, "generation_config", None) is not None:
+    if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
 
 

@@ -36,6 +36,12 @@ def _refuse_others(optimizer: Any, args: Any, kwargs: Any) -> None:
 register_optimizer_step_pre_hook(_refuse_others)
 
 
+def skipped_steps(module: torch.nn.Module, engine: Engine) -> int:
+    """Of the optimizers of a streamed module: also of those that train none of what streams, such as a PEFT model's."""
+    own = {id(p) for p in module.parameters()}
+    return engine.skipped + sum(opt.skipped for opt in _made if not opt.engines and any(id(p) in own for group in opt.param_groups for p in group["params"]))
+
+
 def _check_group(group: dict[str, Any]) -> None:
     """Raises UsageError that names the value which AdamW cannot take."""
     for name in ("lr", "eps", "weight_decay"):
@@ -81,6 +87,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         _made.add(self)
         self.journal: Any = None  # what commits the steps of a durable model
+        self.skipped = 0  # steps
         self.moments_follow = False  # whether load_checkpoint() comes after load_state_dict()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -135,8 +142,14 @@ class AdamW(torch.optim.Optimizer):
                         "weight_decay": float(group["weight_decay"]),
                         "step": int(self.state[p].get("step", 0)) + 1,
                     }
-        applied = [engine.step(entries, self.trains(engine), self._others_train(engine)) for engine, entries in how.items()]
-        if not all(applied):
+        theirs = {engine: (self.trains(engine), self._others_train(engine)) for engine in how}
+        finite = self._ordinary_are_finite() and all(engine.finite(*theirs[engine]) for engine in how)
+        for engine, entries in how.items():
+            engine.step(entries, *theirs[engine], finite)
+        if not finite:
+            self.skipped += 1
+            if self.skipped == 1:
+                log.warning("a gradient is not finite: the step is skipped whole (said once)")
             return loss
         for group in self.param_groups:
             for p in group["params"]:
@@ -148,6 +161,10 @@ class AdamW(torch.optim.Optimizer):
                 self.journal.take_gradients()
             self._step_ordinary(group)
         return loss
+
+    def _ordinary_are_finite(self) -> bool:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if not isinstance(p, StreamedParameter) and p.grad is not None]
+        return all(bool(found) for found in [grad.isfinite().all() for grad in grads])
 
     def _step_ordinary(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if not isinstance(p, StreamedParameter) and p.grad is not None]

@@ -80,10 +80,10 @@ class Trainer:
         started = time.monotonic()
         loss = self.backward(micro_batches)
         norm = self._clip()
-        skipped = self.engine.skipped
+        skipped = self.opt.skipped
         self.opt.step()
         self.opt.zero_grad()
-        return StepResult(loss, norm, self.engine.skipped != skipped, time.monotonic() - started)
+        return StepResult(loss, norm, self.opt.skipped != skipped, time.monotonic() - started)
 
     def backward(self, micro_batches: Sequence[Any]) -> float:
         """Only forward and backward: afterwards there are gradients, as after a loop of backward(). Returns the mean loss."""

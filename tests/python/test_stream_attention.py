@@ -58,3 +58,54 @@ def test_streamed_runs_have_the_bits_of_resident_ones(tmp_path):
     plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16, attn_implementation="tierflow").train()
     assert plain(**batches("llama", 1)[0]).loss.item() == first
     assert "tierflow" not in (tmp_path / "out" / "config.json").read_text()
+
+
+def operands(heads=4, kv_heads=2, queries=9, keys=9, **changes):
+    generator = torch.Generator().manual_seed(7)
+    made = [torch.randn(2, count, length, 16, generator=generator).bfloat16() for count, length in ((heads, queries), (kv_heads, keys), (kv_heads, keys))]
+    module = torch.nn.Module()
+    module.is_causal, module.num_key_value_groups = changes.pop("causal", True), heads // kv_heads
+    of, mask = changes.pop("of", lambda tensor: tensor), changes.pop("mask", None)
+    return (module, *map(of, made), mask), changes
+
+
+NOT_COVERED = {
+    "dropout": operands(dropout=0.5),
+    "another scale": operands(scaling=0.1),
+    "one query behind a cache": operands(queries=1),
+    "one token": operands(queries=1, keys=1),
+    "all tokens see each other": operands(is_causal=False),
+    "all tokens of this module do": operands(causal=False),
+    "fp32": operands(of=lambda tensor: tensor.float()),
+    "transposed": operands(of=lambda tensor: tensor.transpose(2, 3).contiguous().transpose(2, 3)),
+    "a mask": operands(mask=torch.ones(2, 1, 9, 9, dtype=torch.bool).tril(-1)),
+}
+
+
+@pytest.mark.parametrize("case", [*NOT_COVERED, "causal"])
+def test_a_call_that_it_does_not_cover_is_sdpas_to_the_bit(case, monkeypatch):
+    from tierflow.attention import attention
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    native = tierflow._native.attention
+    calls = []
+    monkeypatch.setattr("tierflow.attention._native", type("Counted", (), {"attention": lambda *given: calls.append(1) or native(*given)}))
+    given, how = NOT_COVERED.get(case) or operands(scaling=16**-0.5)
+    found, expected = [], []
+    for into, compute in (found, attention), (expected, sdpa_attention_forward):
+        torch.manual_seed(3)
+        into.append(compute(*given, **how)[0])
+    assert len(calls) == (case == "causal")
+    assert found[0].shape == expected[0].shape and found[0].dtype == expected[0].dtype
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0.02 if case == "causal" else 0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["position_bias", "softcap", "cache"])
+def test_what_changes_the_scores_goes_on_to_sdpa(name, monkeypatch):
+    from tierflow.attention import attention
+
+    seen = []
+    monkeypatch.setattr("tierflow.attention.sdpa_attention_forward", lambda *given, **how: seen.append(how[name]) or (None, None))
+    given, how = operands()
+    attention(*given, **how, **{name: 30.0})
+    assert seen == [30.0]

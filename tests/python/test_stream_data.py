@@ -255,3 +255,26 @@ def test_what_cannot_be_read_is_refused(prepared, tmp_path):
     rows = rows_of(prepared)
     with pytest.raises(IndexError, match=f"there are {len(rows)} sequences"):
         rows[len(rows)]
+
+
+def test_a_preview_shows_the_epoch_and_takes_what_moves_a_cursor_away(prepared, tmp_path):
+    chats = [[("user", f"number {n}\x1b[2J"), ("assistant", f"\x07it is {n}")] for n in range(4)]
+    path = write_rows(tmp_path / "odd.jsonl", [{"messages": messages(chat)} for chat in chats])
+    rows = tierflow.data.prepare(prepared.parent / "model", [path, prepared], weights=[1, 1], cache=tmp_path / "cache", sequence_length=LENGTH, packing="none", seed=3)
+    shown = {}
+    for epoch in 0, 1:
+        rows.set_epoch(epoch)
+        shown[epoch] = rows.preview(100)
+        assert shown[epoch].count("=== sequence ") == len(rows) and not tierflow.data.CONTROL.search(shown[epoch].replace("\n", ""))
+        for number, row in enumerate(rows, 1):
+            first_line = shown[epoch].partition(f"=== sequence {number}: ")[2].partition("\n")[0]
+            assert first_line.endswith(f" tokens, {(row['labels'] >= 0).sum()} trained")
+    assert shown[0] != shown[1] and "?[2J" in shown[0] + shown[1]
+
+
+def test_prepared_rows_have_the_seed_that_is_given(prepared, tmp_path):
+    how = {"cache": tmp_path / "cache", "sequence_length": LENGTH, "packing": "none"}
+    path = prepared.parent / "chats.jsonl"
+    orders = [[row["input_ids"].tolist() for row in tierflow.data.prepare(prepared.parent / "model", path, seed=seed, **how)] for seed in (0, 5)]
+    assert orders[1] == [row["input_ids"].tolist() for row in rows_of(prepared, seed=5, packing="none")]
+    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])

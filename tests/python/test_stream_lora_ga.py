@@ -159,3 +159,65 @@ def test_what_it_is_not_for_is_refused(folder, tmp_path):
     with pytest.raises(tierflow.UsageError, match="is \"lora-ga\""):
         tierflow.LoraGA(tuned, method="pissa")
     tierflow.close(model)
+
+
+def small_llama(folder):
+    return tierflow.load(folder, roomy(trainable=False))
+
+
+def test_first_values_have_the_seed_that_is_given(folder):
+    """Of a gradient whose singular values are known only in a random sketch: the same seed, the same bits."""
+    found = []
+    for seed in 0, 0, 3:
+        tuned = adapted(small_llama(folder))
+        first = tierflow.LoraGA(tuned, seed=seed)
+        first.begin(tierflow.Trainer(tuned, tierflow.optim.AdamW([p for p in tuned.parameters() if p.requires_grad])), batches("llama", 1))
+        found.append(factors(tuned)[0].clone())
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
+def test_begin_leaves_no_hook_and_is_for_its_own_model(folder):
+    tuned, other = (adapted(small_llama(folder)) for _ in range(2))
+    first = tierflow.LoraGA(tuned)
+    hooks = lambda: sum(len(module._forward_hooks) for module in tuned.modules())  # noqa: E731
+    before = hooks()
+    trainers = [tierflow.Trainer(model, tierflow.optim.AdamW([p for p in model.parameters() if p.requires_grad])) for model in (tuned, other)]
+    with pytest.raises(tierflow.UsageError, match="the trainer is another model's"):
+        first.begin(trainers[1], batches("llama", 1))
+    with pytest.raises(tierflow.UsageError, match="q_proj has first values of LoRA-GA already"):
+        tierflow.LoraGA(tuned)
+    first.begin(trainers[0], batches("llama", 1))
+    assert hooks() == before
+    with pytest.raises(ValueError, match="exactly one of input_ids"):
+        first.begin(trainers[0], [{"labels": torch.ones(1, 4)}])
+    assert hooks() == before
+
+
+def test_layers_that_a_gradient_reaches_not_once_are_named(folder):
+    for change, words in (
+        (lambda model: setattr(model.get_submodule("base_model.model.model.layers.1.mlp"), "forward", lambda x: x), "no gradient came to model.layers.1.mlp.up_proj"),
+        (run_the_first_layer_again, r"model.layers.0\..*_proj runs more than once in a pass"),
+    ):
+        tuned = adapted(small_llama(folder))
+        change(tuned)
+        first = tierflow.LoraGA(tuned)
+        with pytest.raises(tierflow.UsageError, match=words):
+            first.begin(tierflow.Trainer(tuned, tierflow.optim.AdamW([p for p in tuned.parameters() if p.requires_grad])), batches("llama", 2))
+
+
+def run_the_first_layer_again(tuned):
+    inner = tuned.get_submodule("base_model.model.model")
+    inner.layers = torch.nn.ModuleList([inner.layers[0], inner.layers[1], inner.layers[0]])
+
+
+def test_of_several_adapters_one_begins_so(folder):
+    tuned = adapted(small_llama(folder))
+    tuned.add_adapter("other", peft.LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj"], init_lora_weights=False))
+    tuned.set_adapter("other")
+    layer = tuned.get_submodule("base_model.model.model.layers.0.self_attn.q_proj")
+    plain = layer.get_delta_weight("default").clone()
+    first = tierflow.LoraGA(tuned, adapter="other")
+    first.begin(tierflow.Trainer(tuned, tierflow.optim.AdamW([p for p in tuned.parameters() if p.requires_grad])), batches("llama", 1))
+    assert tuned.peft_config["other"].r == 6 and tuned.peft_config["default"].r == 4
+    assert layer.get_delta_weight("other").abs().max() < 1e-6 and torch.equal(layer.get_delta_weight("default"), plain)
+    assert not any("tierflow_first" in name for name in tuned.state_dict())

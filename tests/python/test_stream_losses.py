@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 import subprocess
 
 import pytest
@@ -88,6 +89,7 @@ def test_dpo_of_a_peft_model_takes_the_base_as_its_reference(work, tmp_path):  #
         trainer = tierflow.Trainer(model, opt, loss="dpo")
         before = trainer.evaluate(steps[0], losses.log_probabilities)
         seen.append([trainer.step(batches).loss for batches in steps])
+        assert not any("reference" in batch for batches in steps for batch in batches)  # they are the caller's
         # The adapters are back, and what they begin from is what it was.
         with model.disable_adapter():
             after = trainer.evaluate(steps[0], losses.log_probabilities)
@@ -242,3 +244,75 @@ def test_what_is_wrong_is_one_line(work):  # noqa: F811
     with pytest.raises(tierflow.UsageError, match="label that counts"):
         losses.SimPO()(model, {**given, "labels": torch.full_like(given["labels"], -100)})
     tierflow.close(model)
+
+
+def no_model(**_):
+    raise AssertionError("the model runs")
+
+
+def test_pairs_have_an_order_for_each_seed_and_epoch(work):  # noqa: F811
+    def order(pairs):
+        return [pair["input_ids"].tolist() for pair in pairs]
+
+    def mixed(**more):
+        return tierflow.data.Pairs([work / "pairs.tfd"] * 2, vocab_size=pairs_of(work)._made["vocab_size"], sequence_length=LENGTH, weights=[3, 1], **more)
+
+    assert order(pairs_of(work, seed=1)) != order(pairs_of(work, seed=2)) and sorted(order(pairs_of(work, seed=1))) == sorted(order(pairs_of(work, seed=2)))
+    pairs = mixed()
+    first = order(pairs)
+    pairs.set_epoch(1)
+    assert order(pairs) != first
+    with pytest.raises(IndexError, match=f"there are {len(pairs)} pairs"):
+        pairs[len(pairs)]
+    with pytest.raises(tierflow.UsageError, match="shown by `tierflow data preview`"):
+        pairs.preview()
+
+
+def test_a_loss_says_which_micro_batch_is_no_pair(work):  # noqa: F811
+    one = {"input_ids": torch.ones(3, 8, dtype=torch.long), "labels": torch.ones(3, 8, dtype=torch.long)}
+    with pytest.raises(tierflow.UsageError, match="two rows a pair"):
+        losses.SimPO()(no_model, one)
+    with pytest.raises(tierflow.UsageError, match="gradients|two rows|label that counts"):
+        losses.DPO()(no_model, {"input_ids": one["input_ids"][:2], "labels": torch.tensor([[1] * 8, [-100] * 8])})
+
+
+def test_a_teacher_is_written_in_eval_mode_and_goes_with_its_rows(work, tmp_path):  # noqa: F811
+    model = tierflow.load(work / "teacher", roomy(trainable=False)).train()
+    trainer = tierflow.Trainer(model, tierflow.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]))
+    modes = []
+    model.register_forward_pre_hook(lambda module, args, kwargs: modes.append(module.training), with_kwargs=True)
+    tierflow.data.write_teacher(trainer, rows_of(work), tmp_path / "own.tft", top=4)
+    assert modes and not any(modes) and model.training
+    modes.clear()
+    hook = model.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tierflow.data.write_teacher(trainer, rows_of(work), tmp_path / "other.tft", top=4)
+    hook.remove()
+    assert model.training and not (tmp_path / "other.tft").exists()
+    taught = rows_of(work, teacher=tmp_path / "own.tft", held_out=0.5)
+    for rows in taught, taught.held_out():
+        again = pickle.loads(pickle.dumps(rows))
+        assert all(torch.equal(row["teacher_ids"], other["teacher_ids"]) for row, other in zip(rows, again, strict=True))
+        for row in rows:
+            counts = losses.what_follows(row["labels"][None])[0] >= 0
+            values = row["teacher_log_probabilities"][counts].float()
+            assert (values <= 0).all() and (values.diff(dim=-1) <= 0).all() and (values.exp().sum(-1) <= 1.01).all()
+    for rows in pairs_of(work), taught:
+        with pytest.raises(tierflow.UsageError, match="neither pairs nor taught"):
+            tierflow.data.write_teacher(trainer, rows, tmp_path / "third.tft")
+    tierflow.close(model)
+
+
+def test_a_micro_batch_without_a_label_that_counts_teaches_nothing(work):  # noqa: F811
+    model = resident(work)
+    given = {"input_ids": torch.ones(1, 8, dtype=torch.long), "labels": torch.full((1, 8), -100), "teacher_ids": torch.zeros(1, 8, 2, dtype=torch.int),
+             "teacher_log_probabilities": torch.zeros(1, 8, 2)}  # fmt: skip
+    assert losses.Distillation()(model, given).item() == 0.0
+
+
+def test_layers_that_were_off_stay_off():
+    layers = [type("Layer", (), {"_disable_adapters": off})() for off in (True, False)]
+    with pytest.raises(KeyError), losses.without_adapters(layers):
+        assert all(layer._disable_adapters for layer in layers)
+        raise KeyError
+    assert [layer._disable_adapters for layer in layers] == [True, False]

@@ -189,3 +189,174 @@ def test_another_order_is_spoken_of_where_it_costs_something(stored, shuffled, s
             loss.backward()
             model.zero_grad()
     assert ("another order" in caplog.text) == said
+
+
+OWN = {"lr": 3e-3, "betas": (0.5, 0.7), "eps": 1e-3, "weight_decay": 0.2}
+
+
+def test_a_group_has_every_setting_of_its_own(batch):
+    """As an optimizer has it for all its parameters, streamed ones and ordinary ones."""
+    seen = []
+    for as_group in True, False:
+        model = tierflow.wrap(make("llama"), roomy())
+        torch.manual_seed(2)
+        model.lm_head = torch.nn.Linear(64, 160, bias=False).bfloat16()  # an ordinary module
+        own = [model.get_parameter(UP), model.lm_head.weight]
+        opt = tierflow.optim.AdamW([{"params": own, **OWN}] if as_group else own, **({} if as_group else OWN))
+        for p in model.parameters():
+            p.requires_grad_(any(p is one for one in own))
+        for _ in range(2):
+            model(**batch).loss.backward()
+            opt.step()
+            opt.zero_grad()
+        seen.append((model.get_parameter(UP).master(), model.lm_head.weight.detach().clone()))
+        tierflow.close(model)
+    assert all(torch.equal(one, other) for one, other in zip(*seen, strict=True))
+    weight, other = (torch.nn.Parameter(torch.linspace(-1, 1, 40)) for _ in range(2))
+    ours, theirs = tierflow.optim.AdamW([{"params": [weight], **OWN}]), torch.optim.AdamW([other], **OWN)
+    for step in range(3):
+        weight.grad, other.grad = (torch.linspace(1, 3, 40).roll(step) for _ in range(2))
+        ours.step()
+        theirs.step()
+    assert torch.equal(weight, other)
+
+
+def test_a_closure_computes_the_loss_and_its_gradients(batch, model):
+    opt, before = tierflow.optim.AdamW(model.parameters(), lr=LR), masters(model)
+
+    def closure():
+        loss = model(**batch).loss
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = opt.step(closure)
+    assert loss.item() == make("llama")(**batch).loss.item()
+    assert all(not torch.equal(master, before[name]) for name, master in masters(model).items())
+
+
+def test_gradients_of_ordinary_parameters_are_zeros_where_that_is_asked_for(model):
+    extra = torch.nn.Parameter(torch.ones(3))
+    opt = tierflow.optim.AdamW([*model.parameters(), extra], lr=LR)
+    extra.sum().backward()
+    opt.zero_grad(set_to_none=False)
+    assert torch.equal(extra.grad, torch.zeros(3))
+    opt.zero_grad()
+    assert extra.grad is None
+
+
+def test_an_optimizer_of_others_may_have_streamed_parameters_that_are_frozen(model, batch):
+    model.requires_grad_(False)
+    model.lm_head = torch.nn.Linear(64, 160, bias=False).bfloat16()
+    opt, before = torch.optim.AdamW(model.parameters(), lr=LR), model.lm_head.weight.detach().clone()
+    model(**batch).loss.backward()
+    opt.step()
+    assert not torch.equal(model.lm_head.weight, before)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_a_factor_that_is_not_finite_skips_the_step(factor, model, batch):
+    opt, before = tierflow.optim.AdamW(model.parameters(), lr=LR), masters(model)
+    model(**batch).loss.backward()
+    model.get_parameter(UP).grad.mul_(factor)
+    opt.step()
+    opt.zero_grad()
+    assert tierflow.stats(model)["skipped_steps"] == 1
+    assert all(torch.equal(master, before[name]) for name, master in masters(model).items())
+    model(**batch).loss.backward()
+    opt.step()
+    assert not torch.equal(masters(model)[UP], before[UP])
+
+
+@pytest.mark.parametrize("drop", [lambda model, opt: model.zero_grad(), lambda model, opt: opt.zero_grad()])
+def test_a_factor_goes_with_the_gradient_that_it_scaled(drop, model, batch):
+    opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+    model(**batch).loss.backward()
+    expected = model.get_parameter(UP).grad + 0
+    for p in model.parameters():
+        p.grad.mul_(0.25)
+    assert torch.equal(model.get_parameter(UP).grad + 0, expected * 0.25)
+    drop(model, opt)
+    model(**batch).loss.backward()
+    assert torch.equal(model.get_parameter(UP).grad + 0, expected)
+
+
+def test_norms_of_gradients_that_are_not_finite_are_those_of_torch(batch):
+    for value in float("nan"), float("inf"):
+        norms = []
+        for model in tierflow.wrap(make("llama"), roomy()), make("llama"):
+            model.lm_head.register_full_backward_hook(lambda module, grads, outs: (torch.full_like(grads[0], value),))
+            model(**batch).loss.backward()
+            norms.append(torch.linalg.vector_norm(model.model.norm.weight.grad).item())
+        assert str(norms[0]) == str(norms[1])
+
+
+def broken_off(model, batch):
+    """A backward that ends in the middle."""
+    hook = model.model.layers[1].mlp.register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**batch).loss.backward()
+    hook.remove()
+
+
+def test_what_is_left_of_a_broken_off_backward_goes_for_all_optimizers(model, batch):
+    first, rest = (tierflow.optim.AdamW(part, lr=LR) for part in halves(model))
+    broken_off(model, batch)
+    assert model.lm_head.weight.grad is not None
+    with pytest.raises(tierflow.UsageError, match="gradients are incomplete"):
+        rest.step()
+    first.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_module_may_drop_what_is_left_of_a_broken_off_backward(model, batch):
+    opt, before = tierflow.optim.AdamW(model.parameters(), lr=LR), masters(model)
+    broken_off(model, batch)
+    model.zero_grad()
+    model(**batch).loss.backward()
+    opt.step()
+    assert not torch.equal(masters(model)[UP], before[UP])
+
+
+def test_an_optimizer_that_is_gone_leaves_no_gradient_lost(batch, model):
+    ups = [p for name, p in model.named_parameters() if "up_proj" in name]
+    rest = [p for name, p in model.named_parameters() if "up_proj" not in name]
+    first, second = tierflow.optim.AdamW(ups, lr=LR), tierflow.optim.AdamW(rest, lr=LR)
+    model(**batch).loss.backward()
+    first.step()
+    del second
+    first.zero_grad()
+    model(**batch).loss.backward()
+    tierflow.optim.AdamW(rest, lr=LR).step()
+
+
+@pytest.mark.parametrize("own, other", [(UP, "lm_head.weight"), ("lm_head.weight", UP)])
+def test_one_gradient_that_is_not_finite_skips_what_streams_and_what_does_not(own, other, model, batch, caplog):
+    model.lm_head = torch.nn.Linear(64, 160, bias=False).bfloat16()  # an ordinary module
+    opt = tierflow.optim.AdamW([model.get_parameter(UP), model.lm_head.weight], lr=LR)
+    values = lambda: {name: model.get_parameter(name).detach().float() + 0 for name in (own, other)}  # noqa: E731
+    before = values()
+    for skips in True, False:
+        model(**batch).loss.backward()
+        if skips:
+            model.get_parameter(own).grad.mul_(float("inf"))
+        opt.step()
+        opt.zero_grad()
+        assert all(torch.equal(value, before[name]) == skips for name, value in values().items())
+    assert tierflow.stats(model)["skipped_steps"] == 1 and caplog.text.count("the step is skipped whole") == 1
+    assert opt.state[model.get_parameter(UP)]["step"] == opt.state[model.lm_head.weight]["step"] == 1
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_adapters_skip_a_step_as_well(clip, model, batch):
+    peft = pytest.importorskip("peft")
+    tuned = peft.get_peft_model(model.requires_grad_(False), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    trained = [p for p in tuned.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in trained]
+    trainer = tierflow.Trainer(tuned, tierflow.optim.AdamW(trained, lr=LR), clip=clip)
+    hook = model.model.layers[2].register_forward_hook(lambda module, args, out: out * float("inf"))
+    assert trainer.step([batch]).skipped and tierflow.stats(tuned)["skipped_steps"] == 1
+    hook.remove()
+    assert all(torch.equal(p, was) for p, was in zip(trained, before, strict=True))
+    assert not trainer.step([batch]).skipped and tierflow.stats(tuned)["skipped_steps"] == 1
+    assert any(not torch.equal(p, was) for p, was in zip(trained, before, strict=True))

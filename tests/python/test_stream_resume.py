@@ -1,6 +1,7 @@
 """Checkpoints of streamed models: a run that was stopped, or killed, goes on with the bits of one that was not."""
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -216,6 +217,28 @@ def test_what_cannot_be_written_to_is_named(saved, tmp_path, monkeypatch):
         with pytest.raises(tierflow.EnvironmentError, match="file: cannot be written: .*exists"):
             save(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine" and sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "file"]
+
+
+@pytest.mark.parametrize("number, kind", [(errno.EIO, tierflow.StorageError), (errno.ENOSPC, tierflow.EnvironmentError)])
+def test_a_drive_that_fails_is_told_from_one_that_is_full(number, kind, saved, monkeypatch):
+    def failing(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("tierflow.checkpoint.save_file", failing)
+    with pytest.raises(kind, match=f"checkpoint: cannot be written: .*{os.strerror(number)}"):
+        tierflow.save_checkpoint(*saved)
+
+
+def test_a_checkpoint_has_its_name_when_it_is_on_the_drive(saved, monkeypatch):
+    model, opt, folder = saved
+    flush, rename, done = tierflow.folders._flush, pathlib.Path.rename, []
+    monkeypatch.setattr("tierflow.folders._flush", lambda path: done.append(("flush", path)) or flush(path))
+    monkeypatch.setattr(pathlib.Path, "rename", lambda path, to: done.append(("rename", path)) or rename(path, to))
+    tierflow.save_checkpoint(model, opt, folder)
+    partial = folder.with_name("checkpoint.partial")
+    named = done.index(("rename", partial))
+    files = {("flush", partial / name) for name in ("streamed.safetensors", "others.safetensors", "checkpoint.json")}
+    assert files | {("flush", partial)} <= set(done[:named]) and done[named + 1] == ("flush", folder.parent)
 
 
 class Crash(BaseException):

@@ -1,5 +1,6 @@
 """What a folder holds: the names that transformers gives it, and what the model computes with now."""
 
+import gc
 import json
 
 import pytest
@@ -179,3 +180,88 @@ def test_ties_and_sizes_are_those_it_was_loaded_with(model, batch):
     tied = tierflow.wrap(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT, tie_word_embeddings=True)).bfloat16(), roomy())
     tied.tie_weights()
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
+
+
+def settings(folder):
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("config", "generation_config")}
+
+
+def test_what_a_folder_says_goes_with_the_model_and_is_saved(tmp_path):
+    plain = make("llama")
+    plain.generation_config.update(do_sample=True, temperature=0.25, max_new_tokens=7)
+    plain.save_pretrained(tmp_path / "theirs")
+    model = tierflow.load(tmp_path / "theirs", roomy())
+    assert not any(module.training for module in model.modules())
+    assert model.generation_config.temperature == 0.25 and model.config._name_or_path == str(tmp_path / "theirs")
+    assert model.generate(torch.tensor([[5, 6]]), pad_token_id=0).shape[1] <= 2 + 7
+    model.save_pretrained(tmp_path / "ours")
+    ours, theirs = settings(tmp_path / "ours"), settings(tmp_path / "theirs")
+    assert ours["generation_config"] == theirs["generation_config"]
+    assert ours["config"] == {**theirs["config"], "use_cache": False} and ours["config"]["dtype"] == "bfloat16"
+    # Made of a class, in fp32: it is written in bf16, and says so.
+    model = tierflow.wrap(transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED, dtype="float32")), roomy())
+    model.save_pretrained(tmp_path / "made")
+    assert settings(tmp_path / "made")["config"]["dtype"] == "bfloat16" and settings(tmp_path / "made")["config"]["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_a_model_that_does_not_generate_has_no_such_settings(tmp_path):
+    model = tierflow.wrap(make("bert"), roomy())
+    model.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out" / "generation_config.json").exists()
+    tierflow.load(tmp_path / "out", roomy())
+
+
+def test_another_class_than_the_folder_names(tmp_path):
+    make("llama").save_pretrained(tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    del config["architectures"]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(tierflow.InputError, match="transformers has no class for it; pass model_class="):
+        tierflow.load(tmp_path / "out", roomy())
+    for model_class in transformers.LlamaForCausalLM, transformers.AutoModelForCausalLM:
+        assert type(tierflow.load(tmp_path / "out", roomy(), model_class=model_class)) is transformers.LlamaForCausalLM
+    assert type(tierflow.load(tmp_path / "out", roomy(), model_class=transformers.LlamaModel)) is transformers.LlamaModel
+
+
+def test_shards_have_the_size_that_is_asked_for(model, tmp_path):
+    for save in (lambda to: model.save_pretrained(to, max_shard_size="100KB"), lambda to: tierflow.save(model, to, "100KB"), lambda to: tierflow.save(model, to, 100_000)):
+        save(tmp_path / "out")
+        assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    with pytest.raises(tierflow.UsageError, match="upload the folder that it writes"):
+        model.save_pretrained(tmp_path / "other", variant="fp16")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_merge_says_what_is_not_finite(tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    make("llama").save_pretrained(tmp_path / "base")
+    tuned = peft.get_peft_model(make("llama"), peft.LoraConfig(r=2, target_modules=["up_proj"], task_type="CAUSAL_LM"))
+    for name, value in (("sound", 1.0), ("broken", float("inf"))):
+        with torch.no_grad():
+            tuned.base_model.model.model.layers[0].mlp.up_proj.lora_B["default"].weight.fill_(value)
+        tuned.save_pretrained(tmp_path / f"{name}-adapter")
+        tierflow.merge(tmp_path / "base", tmp_path / f"{name}-adapter", tmp_path / name)
+        assert ("the values of model.layers.0.mlp.up_proj.weight are not all finite: what was merged in" in caplog.text) == (name == "broken")
+
+
+def test_the_caches_of_a_text_model_within_another_are_off(tmp_path):
+    torch.manual_seed(2)
+    model = tierflow.wrap(CONVERTED["llava"]().bfloat16(), roomy())
+    assert model.config.text_config.use_cache is False and not getattr(model.config, "use_cache", False)
+
+
+def test_embeddings_that_keep_their_number_are_those_that_are_there(model):
+    assert model.resize_token_embeddings() is model.resize_token_embeddings(160) is model.get_input_embeddings()
+
+
+def test_a_model_that_nobody_refers_to_gives_its_state_up(tmp_path):
+    budget = tierflow.Budget("64MiB", "64MiB", [tmp_path / "store"], durable=True)
+    plan = tierflow.Plan(budget, allow_any_filesystem=True)
+    gc.disable()  # which may come at any time
+    try:
+        model = tierflow.wrap(make("llama"), plan)
+        del model
+        model = tierflow.wrap(make("llama"), plan)  # no LockedError
+        tierflow.close(model, discard=True)
+    finally:
+        gc.enable()

@@ -74,3 +74,59 @@ def test_workers_of_a_data_loader_leave_the_model_alone(tmp_path):
         losses.append(model(**batch).loss.item())
     assert losses[1] < losses[0]
     tierflow.close(model)
+
+
+def arguments(folder, **options):
+    return transformers.TrainingArguments(**{"output_dir": folder, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True,
+                                             "save_strategy": "no", **options})  # fmt: skip
+
+
+def test_logs_have_what_moved_since_the_last_one(tmp_path):
+    from tierflow.hf import TierflowCallback
+
+    model = tierflow.wrap(make("llama"), scarce(tmp_path / "store"))
+    trainer = transformers.Trainer(model, arguments(tmp_path / "out", max_steps=5), train_dataset=Examples(), optimizers=(tierflow.optim.AdamW(model.parameters(), lr=LR), None))
+    seen = []
+
+    class Later(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **_):
+            seen.append(dict(logs))  # as one that writes them elsewhere
+
+    trainer.add_callback(Later())
+    TierflowCallback().attach(trainer)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logs) == 5 and [entry["tierflow/disk_read_gb"] for entry in seen if "loss" in entry] == [entry["tierflow/disk_read_gb"] for entry in logs]
+    lanes = tierflow.stats(model)["lanes"]
+    for lane in ("disk_read", "disk_write", "upload", "download", "update"):
+        moved, busy = [entry[f"tierflow/{lane}_gb"] for entry in logs], [entry[f"tierflow/{lane}_busy"] for entry in logs]
+        assert 0 < sum(moved) * 1e9 <= lanes[lane]["bytes"] and max(moved) < 0.6 * sum(moved), lane  # each its own share
+        assert min(busy) >= 0 and 0 < sum(busy) and max(busy) < 1.5  # shares of the time
+    assert [entry["tierflow/skipped_steps"] for entry in logs] == [0] * 5 and not any(key.startswith("tierflow/") for key in trainer.state.log_history[-1])
+    tierflow.close(model)
+
+
+def test_a_checkpoint_of_the_model_alone_has_no_state_and_a_second_training_begins_where_it_is(tmp_path, model):
+    from tierflow.hf import TierflowCallback
+
+    opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+
+    def trainer(**options):
+        made = transformers.Trainer(model, arguments(tmp_path / "out", save_strategy="steps", save_steps=2, max_steps=2, **options), train_dataset=Examples(), optimizers=(opt, None))
+        TierflowCallback().attach(made)
+        return made
+
+    trainer(save_only_model=True).train()
+    assert not (tmp_path / "out" / "checkpoint-2" / "tierflow").exists()
+    one = trainer()
+    one.train()
+    assert (tmp_path / "out" / "checkpoint-2" / "tierflow" / "checkpoint.json").exists()
+    saved = model.lm_head.weight.master()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(0.5)
+    one.train(resume_from_checkpoint=True)  # all of its steps are done
+    assert torch.equal(model.lm_head.weight.master(), saved) and not opt.moments_follow
+    with torch.no_grad():
+        model.lm_head.weight.fill_(0.5)
+    one.train()
+    assert not torch.equal(model.lm_head.weight.master(), saved), "what was resumed once is not resumed again"
