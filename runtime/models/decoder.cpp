@@ -162,8 +162,7 @@ class DecoderModel final : public CausalModel {
   template <class Half>
   Tensor added(const Half& half, const Weights& weights, KeptHalf<Half>& kept) const {
     Tensor left = product(half, weights, kept.inner);
-    if (config().residual_dropout > 0)
-      std::tie(left, kept.mask) = dropped(left, config().residual_dropout);
+    if (config().residual_dropout > 0) std::tie(left, kept.mask) = dropped(left, config().residual_dropout);
     return left;
   }
   template <class Half>

@@ -294,9 +294,9 @@ Model Layers::build(std::uint64_t seed) const {
       unit.tensors.push_back({.name = entry.name + "." + parameter.key(),
                               .role = parameter.key(),
                               .shape = parameter.value().sizes().vec(),
-                              .trainable = parameter.value().requires_grad(),
                               .decays = parameter.value().dim() >= 2,
-                              .moments_32 = parameter.value().dim() < 2});
+                              .moments_32 = parameter.value().dim() < 2,
+                              .trainable = parameter.value().requires_grad()});
     const bool last = index + 1 == entries_.size();
     spec.stages.push_back({.kind = last ? StageKind::head : StageKind::block,
                            .block = last ? -1 : static_cast<std::int64_t>(index),

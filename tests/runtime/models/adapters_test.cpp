@@ -197,7 +197,7 @@ TEST_P(Adapters, DropoutIsThatOfTheSeed) {
   for (const bool dora : {false, true}) {
     const ModelSpec spec = adapted(GetParam(), {.rank = 3, .alpha = 6, .dropout = 0.5, .dora = dora});
     ResidentModel model = adapted_model(spec, torch::kDouble);
-    EXPECT_EQ(model.model->draws(), Draws::own);
+    EXPECT_EQ(model.model->draws(), models::Draws::own);
     const MicroBatch tokens = batch(2, 24);
     const double once = model.forward_backward(tokens, 1.0, true, 40),
                  again = model.forward_backward(tokens, 1.0, true, 40);
