@@ -6,6 +6,7 @@
 The interpreter needs torch, transformers and deepspeed; DeepSpeed compiles its kernels (asynchronous I/O, CPU Adam) at the first use."""
 import argparse
 import json
+import pathlib
 import os
 import resource
 import statistics
@@ -27,6 +28,7 @@ def main():
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--clip", type=float, default=0, help="global gradient norm; 0: none")
     args = parser.parse_args()
+    pathlib.Path(args.storage).mkdir(parents=True, exist_ok=True)
     import deepspeed
     from transformers import LlamaConfig, LlamaForCausalLM
 
