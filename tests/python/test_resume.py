@@ -391,6 +391,14 @@ def test_killed_after_its_result_it_is_finished(work):
         shutil.copytree(work / "kept", work / "store", dirs_exist_ok=True)
 
 
+def test_a_signal_in_the_last_step_ends_the_run_with_its_result(work):
+    words = [*changed(TRAIN, {"--steps": "1"}), *TIGHT, "--engine", "threads", "--durability", "step"]
+    process = start(work, *words, env={"LD_PRELOAD": str(SHIM), "TIERFLOW_FAIL": "flush:store/state.tfv:stop", "TIERFLOW_FAIL_NTH": "10"})
+    said = while_it_stands(process, lambda: process.send_signal(signal.SIGINT))
+    assert process.returncode == 130 and (work / "out" / "config.json").exists() and not [*work.glob("store/*")], said
+    assert "the run is finished: its result is in out" in run(work, *words).stderr
+
+
 def test_the_result_of_a_finished_run_is_recognised_or_named_and_stays(work):
     words = [*TRAIN, *TIGHT]
     run(work, *words)
