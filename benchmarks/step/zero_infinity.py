@@ -6,8 +6,8 @@
 The interpreter needs torch, transformers and deepspeed; DeepSpeed compiles its kernels (asynchronous I/O, CPU Adam) at the first use."""
 import argparse
 import json
-import pathlib
 import os
+import pathlib
 import resource
 import statistics
 import tempfile
