@@ -40,6 +40,7 @@ def main():
     parser.add_argument("--storage", required=True)
     parser.add_argument("--rounds", type=int, default=7, help="the first two of them are not counted")
     args = parser.parse_args()
+    pathlib.Path(args.storage).mkdir(parents=True, exist_ok=True)
     resident = make()
     resident.gradient_checkpointing_enable()
     plain = torch.optim.AdamW(resident.parameters(), lr=1e-5, fused=True)

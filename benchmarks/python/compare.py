@@ -75,6 +75,7 @@ def main():
     parser.add_argument("--host-memory", default="512MiB")
     parser.add_argument("--device-memory", default="2GiB")
     args = parser.parse_args()
+    pathlib.Path(args.storage).mkdir(parents=True, exist_ok=True)
     for run in args.run:
         order, shape = run.split(":")
         ours, theirs = [], []

@@ -58,6 +58,8 @@ def main():
     parser.add_argument("--host-memory", default="4GiB", help="that holds all weights")
     parser.add_argument("--small-host-memory", default="64MiB", help="with --storage: that does not")
     args = parser.parse_args()
+    if args.storage:
+        pathlib.Path(args.storage).mkdir(parents=True, exist_ok=True)
     resident = make(args.config)
     kinds = {"resident": resident, "streamed from RAM": tierflow.wrap(make(args.config), tierflow.Plan(tierflow.Budget(args.device_memory, args.host_memory), trainable=False))}
     with tempfile.TemporaryDirectory(dir=args.storage) as folder:

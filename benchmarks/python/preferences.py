@@ -80,6 +80,7 @@ def main():
     parser.add_argument("--full-host-memory", default="", help="for full fine-tuning's state; --host-memory where left out")
     parser.add_argument("--device-memory", default="2GiB")
     args = parser.parse_args()
+    pathlib.Path(args.storage).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.storage) as work:
         base = pathlib.Path(work) / "base"
         subprocess.run([args.program, "init", "--config", args.config, "--out", base], check=True, capture_output=True)

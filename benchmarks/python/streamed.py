@@ -30,6 +30,7 @@ def main():
     parser.add_argument("--fused-layers", action="store_true")
     parser.add_argument("--durable", action="store_true", help="commit every step")
     args = parser.parse_args()
+    pathlib.Path(args.storage).mkdir(parents=True, exist_ok=True)
     count, rows, length = (int(word) for word in args.shape.split("x"))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(args.config), dtype=torch.bfloat16)

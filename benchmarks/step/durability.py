@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def train(args, durability, steps):
     return [args.program, "train", "--config", args.config, "--storage", args.folder, "--device", "cpu", "--device-memory", args.device_memory, "--host-memory", args.host_memory,
-            "--sequence-length", 512, "--micro-batch", 4, "--clip", args.clip, "--data", args.data, "--held-out", 0, "--steps", steps, "--lr-schedule", "constant",
+            "--sequence-length", args.sequence_length, "--micro-batch", 4, "--clip", args.clip, "--data", args.data, "--held-out", 0, "--steps", steps, "--lr-schedule", "constant",
             "--durability", durability, "--log-json", args.log, "--no-export"]
 
 
@@ -84,6 +84,7 @@ def main():
     parser.add_argument("--host-memory", default="512MiB")
     parser.add_argument("--device-memory", default="2GiB")
     args = parser.parse_args()
+    args.sequence_length = min(512, json.loads(pathlib.Path(args.config).read_text()).get("max_position_embeddings", 512))
     args.storage.mkdir(parents=True, exist_ok=True)
     args.folder, args.log = args.storage / "durability", args.storage / "durability.json"
     plain, committed = [], []

@@ -7,6 +7,7 @@ The interpreter needs torch, transformers and deepspeed; DeepSpeed compiles its 
 import argparse
 import json
 import os
+import pathlib
 import resource
 import statistics
 import tempfile
@@ -27,6 +28,7 @@ def main():
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--clip", type=float, default=0, help="global gradient norm; 0: none")
     args = parser.parse_args()
+    pathlib.Path(args.storage).mkdir(parents=True, exist_ok=True)
     import deepspeed
     from transformers import LlamaConfig, LlamaForCausalLM
 

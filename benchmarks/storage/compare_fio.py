@@ -11,6 +11,7 @@ import argparse
 import ctypes
 import json
 import pathlib
+import shutil
 import statistics
 import subprocess
 import sys
@@ -65,6 +66,8 @@ def main():
     parser.add_argument("--fio-engines", default="io_uring,libaio")
     parser.add_argument("--pages", choices=("small", "huge", "each"), default="small", help="each: ours huge where possible, fio's small")
     args = parser.parse_args()
+    if not shutil.which("fio"):
+        sys.exit("fio is not installed: apt-get install fio")
     if args.pages == "small":
         small_pages()
     pathlib.Path(args.dir).mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ def run(*command):
 
 def train(args, steps, *more):
     return [args.program, "train", *([] if "--config" in more else ["--config", args.config]), "--storage", args.folder / "state", "--device", "cpu", "--device-memory", args.device_memory, "--host-memory", args.host_memory,
-            "--sequence-length", 512, "--micro-batch", args.micro_batch, "--data", args.data, "--held-out", 0, "--steps", steps, "--lr-schedule", "constant", "--durability", "step",
+            "--sequence-length", args.sequence_length, "--micro-batch", args.micro_batch, "--data", args.data, "--held-out", 0, "--steps", steps, "--lr-schedule", "constant", "--durability", "step",
             "--log-json", args.folder / "log.json", *more]
 
 
@@ -139,6 +139,9 @@ def main():
     parser.add_argument("--host-memory", default="512MiB")
     parser.add_argument("--device-memory", default="2GiB")
     args = parser.parse_args()
+    args.sequence_length = min(512, json.loads(pathlib.Path(args.config).read_text()).get("max_position_embeddings", 512))
+    if args.fio and not shutil.which("fio"):
+        sys.exit("fio is not installed: apt-get install fio")
     args.folder = args.storage / "export"
     beside = exports_while_training(args) if args.training_rounds else None
     result = at_rest(args) if args.rounds else {}

@@ -134,15 +134,13 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
                    o.durability = words[0];
                  },
              .get = [&o] { return OrderedJson(o.durability); }});
-  table.integer(
-      "export-every", o.export_every, 0,
-      "steps after which the model is also written to checkpoint-N in the folder of --out; 0: at the end alone");
+  table.integer("export-every", o.export_every, 0,
+                "steps after which the model is also written to checkpoint-N inside --out; 0: at the end alone");
   table.integer("export-keep", o.export_keep, 0, "keep so many of these, the last ones; 0: all");
   table.bytes("export-bandwidth", o.export_bandwidth,
               "bytes a second at which a model is written, and read back, while training goes on; auto: no limit");
-  table.flag(
-      "export-best", o.export_best,
-      "also keep the model with the lowest held-out loss of all evaluations, as checkpoint-N in the folder of --out");
+  table.flag("export-best", o.export_best,
+             "also keep the model with the lowest held-out loss of all evaluations, as checkpoint-N inside --out");
   table.flag("resume", o.resume, "go on with the state in the storage folders; an error where there is none");
   table.flag("go-back", o.go_back,
              "where the drive cannot read the newest generation of that state, go on with the one before it");

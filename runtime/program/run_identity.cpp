@@ -72,20 +72,25 @@ void leave_out(json& options, std::span<const char* const> names) {
   for (const char* name : names) options.erase(name);
 }
 
-// But for those that choose no result. Evaluations choose one where the run ends, or keeps a model, by them.
-json that_choose_a_result(const std::string& effective) {
+json options_of(const std::string& effective) {
   json options = json::parse(effective, nullptr, false);
-  if (!options.is_object()) return json::object();
-  leave_out(options, kChooseNoResult);
-  if (options["export-best"] != true && options["early-stopping-patience"] == 0)
-    leave_out(options, std::array{"eval-every", "eval-sequences"});
-  return options;
+  return options.is_object() ? options : json::object();
+}
+
+// Whether the run ends, or keeps a model, by what its evaluations find.
+bool ends_by_evaluations(const json& options) {
+  return options.value("export-best", json(false)) != false || options.value("early-stopping-patience", json(0)) != 0;
 }
 
 }  // namespace
 
 std::string other_result(const std::string& then, const std::string& now) {
-  const json before = that_choose_a_result(then), wanted = that_choose_a_result(now);
+  json before = options_of(then), wanted = options_of(now);
+  const bool evaluations_choose = ends_by_evaluations(before) || ends_by_evaluations(wanted);
+  for (json* options : {&before, &wanted}) {
+    leave_out(*options, kChooseNoResult);
+    if (!evaluations_choose) leave_out(*options, std::array{"eval-every", "eval-sequences"});
+  }
   json all = before;
   all.update(wanted);
   std::vector<std::string> what;

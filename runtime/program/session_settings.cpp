@@ -95,8 +95,12 @@ SessionOptions train_settings(const TrainOptions& options, const MachineModel& m
   };
   check("--device-memory", result.device_memory, machine.card.memory.value);
   check("--host-memory", result.host_memory, machine.host.memory.value);
-  if (options.device_memory == 0 || options.host_memory == 0)
-    say(fmt::format("budgets: device {}, host {}", human_bytes(result.device_memory), human_bytes(result.host_memory)));
+  if (options.device_memory == 0 || options.host_memory == 0) {
+    const auto context = static_cast<std::uint64_t>(options.device_memory == 0 ? machine.card.context.value : 0);
+    say(fmt::format("budgets: device {}{}, host {}", human_bytes(result.device_memory + context),
+                    context == 0 ? "" : fmt::format(" with {} for CUDA's own context", human_bytes(context)),
+                    human_bytes(result.host_memory)));
+  }
   return with_training(std::move(result), options);
 }
 

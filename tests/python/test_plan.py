@@ -365,3 +365,12 @@ def test_the_reference_of_pairs_is_planned(work):
     assert found["full"]["computed"] == "before the first step" and found["full"]["pairs_per_s"] > 0 and found["full"]["host_bytes_per_pair"] == 32
     assert found["lora"] == {"computed": "in the visits of each step", "pairs_per_s": None, "host_bytes_per_pair": 0, "storage_bytes_per_pair": 0}
     assert json.loads(run(work, *words).stdout)["reference"] is None
+
+
+def test_the_budget_of_a_machine_is_the_one_that_the_table_has(work):
+    """With what CUDA's context takes."""
+    done = run(work, "plan", "--config", "config.json", "--machine", "rtx4090-128gb-2nvme", "--sequence-length", "128")
+    budget = re.search(r"budgets: device (\S+ \S+) with \S+ \S+ for CUDA's own context", done.stderr)[1]
+    assert f" of {budget} on cuda" in done.stdout
+    done = run(work, "plan", "--config", "config.json", "--machine", "rtx4090-128gb-2nvme", "--sequence-length", "128", "--device-memory", "8GiB")
+    assert "budgets: device 8.00 GiB, host" in done.stderr and " of 8.00 GiB on cuda" in done.stdout
