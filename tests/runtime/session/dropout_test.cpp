@@ -26,7 +26,7 @@ Found found(Session& session, int seed) {
 // Whatever random numbers come. The adapters begin as nothing: a few steps make something of them.
 void expect_nothing_dropped(const Model& model) {
   Session session(model, resident(2));
-  ASSERT_TRUE(session.model().draws_random_numbers());
+  ASSERT_TRUE(session.model().draws() != models::Draws::nothing);
   for (int step = 0; step < 2; ++step) session.step(batches(2, step), 1e-2);
   EXPECT_EQ(found(session, 1), found(session, 2));
 }
@@ -37,7 +37,7 @@ TEST(Dropout, IsForStepsAlone) {
   for (const Case& which : cases("0.5"))
     for (const Tiling& tiling : {Tiling{}, kTiled}) {
       std::unique_ptr<LayeredModel> model = make_model(parse_model_spec(which.json, which.name, tiling));
-      if (!model->draws_random_numbers()) continue;
+      if (model->draws() == models::Draws::nothing) continue;
       SCOPED_TRACE(which.name);
       expect_nothing_dropped({std::move(model), initial(11)});
       ++models;

@@ -155,7 +155,7 @@ TEST(OwnLayerRules, AStepThatWouldTrainNothingIsRefused) {
   }
   for (const double lr : {static_cast<double>(NAN), static_cast<double>(INFINITY), -1.0})
     expect_usage({"a learning rate is a number, 0 or more"}, [&] { session->step(batches(2, 0), lr); });
-  for (const auto [unit, tensor] : {std::pair{77, 3}, {-1, 0}, {0, 1}, {0, -1}})
+  for (const auto& [unit, tensor] : {std::pair{77, 3}, {-1, 0}, {0, 1}, {0, -1}})
     expect_usage({"no tensor"}, [&] { session->master(unit, tensor); });
   auto narrow = batches(2, 0), real = narrow;
   narrow[1].labels = narrow[1].labels.to(torch::kInt);
