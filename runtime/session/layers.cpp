@@ -168,8 +168,8 @@ void prepare(const std::string& name, Layer& layer) {
 class FactoryWeights {
  public:
   FactoryWeights(std::vector<std::pair<std::string, LayerFactory>> layers,
-                 std::vector<std::shared_ptr<Layer>> templates, std::uint64_t seed)
-      : layers_(std::move(layers)), templates_(std::move(templates)), seed_(seed) {}
+                 std::vector<std::shared_ptr<Layer>> templates, std::vector<UnitSpec> units, std::uint64_t seed)
+      : layers_(std::move(layers)), templates_(std::move(templates)), units_(std::move(units)), seed_(seed) {}
 
   void read(const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
     torch::Tensor values;
@@ -191,12 +191,14 @@ class FactoryWeights {
       if (layers_[i].first != name) continue;
       const auto layer = construct(layers_[i].second, seed_ + i);
       const torch::NoGradGuard no_grad;
-      const auto& shapes = templates_[i]->named_parameters();
-      bool alike = layer->named_parameters().size() == shapes.size();
+      const std::vector<TensorSpec>& tensors = units_[i].tensors;
+      bool alike = layer->named_parameters().size() == tensors.size();
       for (const auto& parameter : layer->named_parameters()) {
-        const torch::Tensor* shape = shapes.find(parameter.key());
-        alike = alike && shape != nullptr && shape->sizes() == parameter.value().sizes() &&
-                shape->requires_grad() == parameter.value().requires_grad();
+        alike = alike && std::ranges::any_of(tensors, [&](const TensorSpec& tensor) {
+                  return tensor.role == parameter.key() &&
+                         parameter.value().sizes() == torch::IntArrayRef(tensor.shape) &&
+                         tensor.trainable == parameter.value().requires_grad();
+                });
         held_[parameter.key()] = parameter.value().detach().to(torch::kFloat32).contiguous().flatten();
       }
       if (!alike)
@@ -217,6 +219,7 @@ class FactoryWeights {
 
   const std::vector<std::pair<std::string, LayerFactory>> layers_;
   const std::vector<std::shared_ptr<Layer>> templates_;
+  const std::vector<UnitSpec> units_;
   const std::uint64_t seed_;
   std::mutex mutex_;
   std::string held_name_;
@@ -306,7 +309,7 @@ Model Layers::build(std::uint64_t seed) const {
     factories.emplace_back(entry.name, entry.factory);
   }
   spec.config.layers = static_cast<std::int64_t>(entries_.size()) - 1;
-  const auto weights = std::make_shared<FactoryWeights>(std::move(factories), layers, seed);
+  const auto weights = std::make_shared<FactoryWeights>(std::move(factories), layers, spec.units, seed);
   return {std::make_shared<ModuleModel>(std::move(spec), std::move(layers)),
           [weights](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
             weights->read(tensor, first, out);

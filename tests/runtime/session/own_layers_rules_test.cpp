@@ -13,6 +13,7 @@
 #include <memory>
 #include <thread>
 
+#include "runtime/device/device_memory.h"
 #include "runtime/session/layers.h"
 #include "tests/runtime/expect.h"
 #include "tests/runtime/session/fixture.h"
