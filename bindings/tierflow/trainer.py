@@ -80,10 +80,14 @@ class Trainer:
         started = time.monotonic()
         loss = self.backward(micro_batches)
         norm = self._clip()
-        skipped = self.opt.skipped
+        skipped = self._skipped()
         self.opt.step()
         self.opt.zero_grad()
-        return StepResult(loss, norm, self.opt.skipped != skipped, time.monotonic() - started)
+        return StepResult(loss, norm, self._skipped() != skipped, time.monotonic() - started)
+
+    def _skipped(self) -> int:
+        """Steps of the optimizer; one of torch's own, of adapters alone, skips none."""
+        return getattr(self.opt, "skipped", 0)
 
     def backward(self, micro_batches: Sequence[Any]) -> float:
         """Only forward and backward: afterwards there are gradients, as after a loop of backward(). Returns the mean loss."""
