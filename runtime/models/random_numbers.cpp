@@ -11,35 +11,32 @@ namespace {
 
 thread_local std::optional<at::Generator> own;  // of dropped(), while there is a Seeded
 
-void seed_default(torch::Device device, std::uint64_t seed) {
+// Calls change(generator) with torch's default generator of the device, which nobody else uses meanwhile.
+template <class Change>
+void with_default(torch::Device device, Change change) {
   at::Generator generator = at::globalContext().defaultGenerator(device);
   const std::scoped_lock lock(generator.mutex());
-  generator.set_current_seed(seed);
+  change(generator);
 }
 
 }  // namespace
 
 Seeded::Seeded(Draws draws, std::uint64_t seed, torch::Device device) {
   if (draws == Draws::nothing) return;
-  if (!device.is_cpu()) seed_default(device, seed);
+  if (!device.is_cpu()) with_default(device, [&](at::Generator& of_card) { of_card.set_current_seed(seed); });
   if (draws == Draws::own) {
     own = at::make_generator<at::CPUGeneratorImpl>(seed);
     return;
   }
-  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
-  {
-    const std::scoped_lock lock(generator.mutex());
+  with_default(at::kCPU, [&](at::Generator& generator) {
     before_ = generator.get_state();
-  }
-  seed_default(at::kCPU, seed);
+    generator.set_current_seed(seed);
+  });
 }
 
 Seeded::~Seeded() {
   own.reset();
-  if (!before_.defined()) return;
-  at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
-  const std::scoped_lock lock(generator.mutex());
-  generator.set_state(before_);
+  if (before_.defined()) with_default(at::kCPU, [&](at::Generator& generator) { generator.set_state(before_); });
 }
 
 std::tuple<torch::Tensor, torch::Tensor> dropped(const torch::Tensor& x, double p) {

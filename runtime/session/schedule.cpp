@@ -16,8 +16,12 @@ double Schedule::after(std::int64_t done) const {
   return lr * 0.5 * (1.0 + std::cos(M_PI * std::min(1.0, share)));
 }
 
+void check_learning_rate(double lr) {
+  if (!(lr >= 0) || !std::isfinite(lr)) fail_usage("a learning rate is a number, 0 or more, not " + std::to_string(lr));
+}
+
 void check_schedule(const Schedule& schedule) {
-  if (!(schedule.lr >= 0) || !std::isfinite(schedule.lr)) fail_usage("a learning rate is a number, 0 or more");
+  check_learning_rate(schedule.lr);
   if (schedule.kind != "constant" && schedule.kind != "linear" && schedule.kind != "cosine")
     fail_usage("the schedule \"" + schedule.kind + "\" is none of constant, linear, cosine");
   if (schedule.steps < 0) fail_usage("a run has 0 steps or more");

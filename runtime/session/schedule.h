@@ -16,8 +16,10 @@ struct Schedule {
   double after(std::int64_t done) const;
 };
 
-// Throws Exception (kind usage) for another kind, a warmup or steps below 0, and if the number of steps is needed and
-// missing.
+// Throws Exception (kind usage) for what is no number, 0 or more.
+void check_learning_rate(double lr);
+// Throws Exception (kind usage) for such a learning rate, another kind, a warmup or steps below 0, and if the number of
+// steps is needed and missing.
 void check_schedule(const Schedule& schedule);
 
 }  // namespace tierflow

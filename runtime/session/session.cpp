@@ -5,6 +5,7 @@
 
 #include "runtime/base/mix_bits.h"
 #include "runtime/base/seconds.h"
+#include "runtime/session/schedule.h"
 #include "runtime/session/session_impl.h"
 
 namespace tierflow {
@@ -46,7 +47,7 @@ Session::Session(Model model, SessionOptions options, AdamW adamw, const Progres
 Session::~Session() = default;
 
 StepResult Session::step(const std::vector<MicroBatch>& batches, double lr) {
-  if (!is_amount(lr)) fail_usage("a learning rate is a number, 0 or more, not " + std::to_string(lr));
+  check_learning_rate(lr);
   const PairCounts pairs = impl_->check_step(batches);
   const StepResult result = guarded(impl_->executor(), [&] {
     impl_->drain_ahead();

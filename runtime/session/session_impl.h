@@ -25,11 +25,6 @@
 
 namespace tierflow {
 
-// Whether it can be a learning rate, or a weight decay.
-inline bool is_amount(double value) {
-  return value >= 0 && std::isfinite(value);
-}
-
 // What make() of an evaluation threw, between two passes.
 struct NotMade {
   std::exception_ptr why;

@@ -45,6 +45,7 @@ void check_options(const SessionOptions& options, const AdamW& adamw, std::int64
   if (options.clip && !(*options.clip > 0)) fail_usage("clip is a number above 0, or none");
   const auto is_decay = [](double beta) { return beta >= 0 && beta < 1; };
   if (!is_decay(adamw.beta1) || !is_decay(adamw.beta2)) fail_usage("AdamW's betas are at least 0 and less than 1");
+  const auto is_amount = [](double value) { return value >= 0 && std::isfinite(value); };
   if (!is_amount(adamw.lr) || !is_amount(adamw.eps) || !is_amount(adamw.weight_decay))
     fail_usage("AdamW's lr, eps and weight_decay are numbers, 0 or more");
   if (options.commit_every < 0) fail_usage("commit_every is a number of steps, or 0");

@@ -2,7 +2,7 @@
 import signal
 
 import pytest
-from program import BUILD, needs_torch, run, small, start, the_error, wait_until_stopped
+from program import BUILD, needs_torch, run, small, start, the_error, while_it_stands
 from program import work as work  # a fixture
 
 pytestmark = needs_torch
@@ -12,15 +12,12 @@ def stopped_while_it_writes(work, number, *words):
     """At its first write of weights."""
     shim = {"LD_PRELOAD": str(BUILD / "librecord_calls.so"), "TIERFLOW_FAIL": "write:model.safetensors.partial:stop", "TIERFLOW_FAIL_NTH": "1"}
     process = start(work, *words, env=shim)
-    try:
-        wait_until_stopped(process)
+
+    def stop():
         assert process.poll() is None and list((work / "written").iterdir())
         process.send_signal(number)
-        process.send_signal(signal.SIGCONT)
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
+
+    errors = while_it_stands(process, stop)
     assert process.returncode == 128 + number, errors
     assert f"stopped by {signal.Signals(number).name}" in the_error(errors)
     assert not (work / "written").exists()

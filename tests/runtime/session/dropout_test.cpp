@@ -2,8 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "runtime/device/device_memory.h"
-#include "runtime/models/key_value_cache.h"
-#include "tests/runtime/session/fixture.h"
+#include "tests/runtime/session/cached_rows.h"
 
 namespace tierflow::testing {
 namespace {
@@ -17,8 +16,8 @@ struct Found {
 Found found(Session& session, int seed) {
   torch::manual_seed(seed);
   KeyValueCache cache(session.model().spec(), {14});
-  const CachedRow row{.ids = torch::arange(5, 19).unsqueeze(0), .spans = {{.length = 14}}, .cache = &cache};
-  const torch::Tensor logits = session.next_logits({row}).at(0).contiguous();
+  const torch::Tensor logits =
+      session.next_logits({row(cache, some_tokens(14, 5), {{.length = 14}})}).at(0).contiguous();
   const auto* first = logits.const_data_ptr<float>();
   return {.loss = session.evaluate(batches(2, 7)).loss, .logits = {first, first + logits.numel()}};
 }

@@ -175,8 +175,7 @@ struct Dropping : Product {
 };
 
 Model of_a_family() {
-  const Model base{make_model(parse_model_spec(cases().front().json, cases().front().name)), initial(11)};
-  return with_adapters(base, {.rank = 4, .alpha = 8, .dropout = 0.3}, 5);
+  return with_adapters(plain_model(cases().front()), {.rank = 4, .alpha = 8, .dropout = 0.3}, 5);
 }
 
 // The caller's own random numbers, whatever a session draws between them.

@@ -4,25 +4,14 @@
 #include <algorithm>
 
 #include "runtime/device/device_memory.h"
-#include "runtime/models/key_value_cache.h"
 #include "runtime/session/generator.h"
-#include "tests/runtime/session/fixture.h"
+#include "tests/runtime/session/cached_rows.h"
 
 namespace tierflow::testing {
 namespace {
 
-using Tokens = std::vector<std::int64_t>;
-
-Tokens some_tokens(std::int64_t count, std::int64_t first) {
-  Tokens tokens;
-  for (std::int64_t i = 0; i < count; ++i) tokens.push_back((first + 37 * i * i + 11 * i) % 96);
-  return tokens;
-}
-
 SessionOptions for_one(std::int64_t tokens) {
-  SessionOptions options = resident(1);
-  options.train = false;
-  options.micro_batch = 1;
+  SessionOptions options = for_generation(resident(1));
   options.sequence_length = tokens;
   return options;
 }
@@ -30,10 +19,7 @@ SessionOptions for_one(std::int64_t tokens) {
 // Logits behind tokens [before, end) of a sequence whose first ones are in the cache.
 at::Tensor behind(Session& session, KeyValueCache& cache, const Tokens& tokens, std::int64_t before) {
   const Tokens part(tokens.begin() + before, tokens.end());
-  const CachedRow row{.ids = at::tensor(part, at::kLong).unsqueeze(0),
-                      .spans = {{.length = std::ssize(part), .before = before}},
-                      .cache = &cache};
-  return session.next_logits({row}).at(0)[0].clone();
+  return session.next_logits({row(cache, part, {{.length = std::ssize(part), .before = before}})}).at(0)[0].clone();
 }
 
 // What a ring forgot does not come back: where a window would reach it, the cache cannot go back.
@@ -43,7 +29,7 @@ TEST(CacheThatGoesBack, HasTheLogitsOfASequenceThatWasNeverLonger) {
   int went = 0, refused = 0;
   for (const Case& which : cases()) {
     SCOPED_TRACE(which.name);
-    Session session({make_model(parse_model_spec(which.json, which.name)), initial(11)}, for_one(kCached + kBehind));
+    Session session(plain_model(which), for_one(kCached + kBehind));
     const ModelSpec& spec = session.model().spec();
     const Tokens first = some_tokens(kCached, 5);
     for (const std::int64_t back : {3, 14, 18, 21}) {
@@ -74,7 +60,7 @@ TEST(CacheThatGoesBack, HasTheLogitsOfASequenceThatWasNeverLonger) {
 TEST(TalkAgain, APromptThatIsKnownWholeIsAnswered) {
   DeviceMemory::install();
   const Case which = case_called("llama");
-  Session session({make_model(parse_model_spec(which.json, which.name)), initial(11)}, for_one(16));
+  Session session(plain_model(which), for_one(16));
   Talk talk(session, 40);
   const Tokens prompt = some_tokens(9, 3);
   std::vector<Tokens> answers;
@@ -96,7 +82,7 @@ TEST(TalkAgain, APromptThatIsKnownWholeIsAnswered) {
 TEST(TalkAgain, TakesNothingOverWhereRotaryFactorsFollowTheLength) {
   DeviceMemory::install();
   const Case which = case_called("phi3");
-  Session session({make_model(parse_model_spec(which.json, which.name)), initial(11)}, for_one(16));
+  Session session(plain_model(which), for_one(16));
   Talk talk(session, 40);
   for (const std::int64_t length : {5, 9}) {
     talk.answer(some_tokens(length, 3), {.max_new_tokens = 4}, {});
