@@ -73,7 +73,9 @@ class Engine:
         self._bound: Turn | None = None  # the turn that is being taken
         self.trainable = [unit.trainable for unit in cut.units]
         self.formats = {tensor.names[0]: tensor.format for unit in cut.units for tensor in unit.tensors if tensor.format != "bf16"}
+        self.without_cache: list[str] = []  # parts of a transformers model's config whose use_cache was on before it streamed
         self.broken: str | None = None  # why this step's gradients cannot be applied
+        self._unended: set[int] = set()  # calls of backward() that added gradients and are not at their end
         self.skipped = 0
         self._scales: dict[tuple[int, int], float] = {}
         self._gradients: dict[tuple[int, int], StreamedGradient] = {}
@@ -216,6 +218,7 @@ class Engine:
 
     def add_outside(self, handle: StreamedParameter, grad: torch.Tensor) -> None:
         """A gradient of a parameter that was used outside of any turn's module."""
+        self.expect_end()
         turn = self._loose.get(handle.unit) or next(t for t in self.turns if handle.unit in t.unit_set)
         wanted = [unit == handle.unit for unit in turn.units]
         self.native.enter(turn.number, "backward", wanted, False)
@@ -225,6 +228,13 @@ class Engine:
             self.native.leave()
 
     # Gradients.
+
+    def expect_end(self) -> None:
+        """Within a call of backward(): gradients that it adds are incomplete until it has run to its end; where it raises, between two turns too, they stay so."""
+        call = torch._C._current_graph_task_id()
+        if call not in self._unended:
+            self._unended.add(call)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._unended.discard(call))  # not called where backward() raises
 
     def grad(self, handle: StreamedParameter) -> StreamedGradient | None:
         key = (handle.unit, handle.index)
@@ -253,7 +263,7 @@ class Engine:
         else:
             self._drop(handle.unit)
         if not any(self._touched(unit) for unit in range(len(self.handles))):
-            self.broken = None
+            self._mend()
 
     def _touched(self, unit: int) -> bool:
         return any(self.native.touched(unit, index) for index in range(len(self.handles[unit])))
@@ -267,7 +277,7 @@ class Engine:
         if self.active is None or self.active_thread == threading.get_ident():
             self.active = None
             self._leave()
-        if self.broken is not None:
+        if self.broken is not None or self._unended:
             others = set()
         spared = {unit for unit, _ in others} - {unit for unit, _ in trained}
         for unit in range(len(self.handles)):
@@ -278,7 +288,12 @@ class Engine:
         for key in [key for key in self._gradients if key[0] not in spared]:
             self._gradients.pop(key).life["dropped"] = True
             self._scales.pop(key, None)
+        self._mend()
+
+    def _mend(self) -> None:
+        """Where all gradients were dropped."""
         self.broken = None
+        self._unended = set()
 
     def _live(self, gradient: StreamedGradient) -> tuple[int, int]:
         key = gradient.key()
@@ -309,8 +324,9 @@ class Engine:
     def finite(self, trained: set[tuple[int, int]], others: set[tuple[int, int]]) -> bool:
         """Whether all gradients that step() is going to take are. Raises UsageError where some are missing. trained: what this optimizer trains, others: what the
         other ones do, whose units keep their gradients."""
-        if self.broken is not None:
-            raise _native.UsageError(f"{self.broken}: this step's gradients are incomplete; call the optimizer's zero_grad() and go on")
+        if self.broken is not None or self._unended:
+            why = self.broken or "backward() raised an error"
+            raise _native.UsageError(f"{why}: this step's gradients are incomplete; call the optimizer's zero_grad() and go on")
         if lost := next((key for key in trained if key in self._lost), None):
             raise _native.UsageError(
                 f"another optimizer's step() took the gradients of {self.handles[lost[0]][lost[1]].label} with those of its module, which streams as one: "

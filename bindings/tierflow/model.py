@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import logging
@@ -117,7 +118,7 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
     object.__setattr__(module, "_tierflow", engine)
     _stay_in_place(module, engine)
     let_copy(module, engine, ("_apply",), _no_assign)
-    _fit_transformers(module)
+    _fit_transformers(module, engine)
     if fused_layers:
         say_what_is_fused(engine.turns)
         fuse_loss(module, engine.activations)
@@ -289,23 +290,33 @@ def expect_no_adapter(model: nn.Module) -> None:
         raise _native.UsageError("an adapter is inside of the model: save_pretrained() of the PEFT model writes the adapter; to write both as one, merge_and_unload() first")
 
 
-def write_configs(model: Any, folder: str | os.PathLike, config: Any) -> None:
-    """config.json and what transformers writes beside it. config: that of the model, or a copy; it changes."""
+def write_configs(model: Any, folder: str | os.PathLike) -> None:
+    """config.json, with use_cache as it was before the model streamed, and what transformers writes beside it."""
+    config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = torch.bfloat16
+    for part in engine_of(model).without_cache:
+        _caching(config)[part].use_cache = True
     config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
 
 
-def _fit_transformers(module: Any) -> None:
+def _caching(config: Any) -> dict[str, Any]:
+    """The parts of a transformers model's config that may have use_cache."""
+    parts = {"model": config, "text": getattr(config, "text_config", None)}
+    return {part: of for part, of in parts.items() if of is not None}
+
+
+def _fit_transformers(module: Any, engine: Engine) -> None:
     """What a transformers model has to know: caches do not go with recomputation, and saving streams."""
     config = getattr(module, "config", None)
     if config is None or not hasattr(module, "save_pretrained"):
         return
-    for of in (config, getattr(config, "text_config", None)):
-        if of is not None and getattr(of, "use_cache", None):
+    for part, of in _caching(config).items():
+        if getattr(of, "use_cache", None):
             of.use_cache = False
+            engine.without_cache.append(part)
 
     def save_pretrained(self, save_directory, *, max_shard_size="5GB", **ignored):
         """Writes config.json and streams the weights as safetensors. Other arguments of transformers' save_pretrained() have no meaning here."""
@@ -314,7 +325,7 @@ def _fit_transformers(module: Any) -> None:
         expect_no_adapter(self)
         _write(self, save_directory, max_shard_size, lambda state: saved_as(self, state))
         with written_to(save_directory):
-            write_configs(self, save_directory, self.config)
+            write_configs(self, save_directory)
 
     watch(module)
     tie = module.tie_weights

@@ -42,7 +42,7 @@ def _pretrained(model: Any) -> dict[str, Any]:
     parts, made = saved_as(model, state)
     if made:
         return {"why": f"transformers rearranges {made[0][0]} as it saves"}
-    said = _said(model, state, parts, _texts(lambda folder: write_configs(model, folder, copy.deepcopy(model.config))))
+    said = _said(model, state, parts, _texts(lambda folder: write_configs(model, folder)))
     source = getattr(model.config, "_name_or_path", "")
     return {**said, "folder": os.path.abspath(source)} if source and os.path.isdir(source) else said
 

@@ -93,11 +93,14 @@ class Trainer:
         """Only forward and backward: afterwards there are gradients, as after a loop of backward(). Returns the mean loss."""
         if not micro_batches or isinstance(micro_batches, Mapping):
             raise _native.UsageError("a step takes at least one micro-batch, in a list")
+        if torch.is_inference_mode_enabled():
+            raise _native.UsageError("a step has gradients: call it outside of torch.inference_mode()")
         beside = self._beside(micro_batches)
         lanes = self._lanes_for(len(micro_batches) + len(beside.batches))
         grad_mode = torch.is_grad_enabled()
         try:
-            return self._run(lanes[: len(micro_batches)], lanes[len(micro_batches) :], beside)
+            with torch.enable_grad():
+                return self._run(lanes[: len(micro_batches)], lanes[len(micro_batches) :], beside)
         except BaseException:
             torch.set_grad_enabled(grad_mode)  # Ctrl-C may come between a with statement's block and its end
             for lane in lanes:

@@ -256,5 +256,6 @@ class _Visit(torch.autograd.Function):
                 f"torch.autograd.grad through {ctx.frame.turn.name} is not there, nor backward(inputs=...): the gradients of its weights would be added as well; "
                 "call backward(), read .grad of what you need, and drop the weights' with zero_grad()"
             )
+        ctx.frame.turn.engine.expect_end()
         inputs = ctx.frame.backward(tensors, list(grads))
         return None, None, *inputs

@@ -299,7 +299,19 @@ def broken_off(model, batch):
     hook.remove()
 
 
-def test_what_is_left_of_a_broken_off_backward_goes_for_all_optimizers(model, batch):
+def broken_off_between(model, batch):
+    """A backward that ends between two modules that stream."""
+    hook = model.model.layers[1].register_forward_hook(lambda module, args, out: out.register_hook(lambda grad: 1 / 0) and None)
+    with pytest.raises(ZeroDivisionError):
+        model(**batch).loss.backward()
+    hook.remove()
+
+
+breaks_off = pytest.mark.parametrize("broken_off", [broken_off, broken_off_between])
+
+
+@breaks_off
+def test_what_is_left_of_a_broken_off_backward_goes_for_all_optimizers(model, batch, broken_off):
     first, rest = (tierflow.optim.AdamW(part, lr=LR) for part in halves(model))
     broken_off(model, batch)
     assert model.lm_head.weight.grad is not None
@@ -307,9 +319,13 @@ def test_what_is_left_of_a_broken_off_backward_goes_for_all_optimizers(model, ba
         rest.step()
     first.zero_grad()
     assert all(p.grad is None for p in model.parameters())
+    model(**batch).loss.backward()
+    first.step()
+    rest.step()
 
 
-def test_a_module_may_drop_what_is_left_of_a_broken_off_backward(model, batch):
+@breaks_off
+def test_a_module_may_drop_what_is_left_of_a_broken_off_backward(model, batch, broken_off):
     opt, before = tierflow.optim.AdamW(model.parameters(), lr=LR), masters(model)
     broken_off(model, batch)
     model.zero_grad()

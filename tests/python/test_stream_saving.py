@@ -186,6 +186,14 @@ def settings(folder):
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("config", "generation_config")}
 
 
+def settings_of_no_cache(folder):
+    """What is saved of a model that had no cache before it streamed."""
+    plain = make("llama")
+    plain.config.use_cache = False
+    tierflow.wrap(plain, roomy()).save_pretrained(folder / "no-cache")
+    return settings(folder / "no-cache")
+
+
 def test_what_a_folder_says_goes_with_the_model_and_is_saved(tmp_path):
     plain = make("llama")
     plain.generation_config.update(do_sample=True, temperature=0.25, max_new_tokens=7)
@@ -197,7 +205,9 @@ def test_what_a_folder_says_goes_with_the_model_and_is_saved(tmp_path):
     model.save_pretrained(tmp_path / "ours")
     ours, theirs = settings(tmp_path / "ours"), settings(tmp_path / "theirs")
     assert ours["generation_config"] == theirs["generation_config"]
-    assert ours["config"] == {**theirs["config"], "use_cache": False} and ours["config"]["dtype"] == "bfloat16"
+    assert not model.config.use_cache and theirs["config"]["use_cache"]
+    assert ours["config"] == theirs["config"] and ours["config"]["dtype"] == "bfloat16"
+    assert not settings_of_no_cache(tmp_path)["config"]["use_cache"]
     # Made of a class, in fp32: it is written in bf16, and says so.
     model = tierflow.wrap(transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED, dtype="float32")), roomy())
     model.save_pretrained(tmp_path / "made")
@@ -244,10 +254,12 @@ def test_a_merge_says_what_is_not_finite(tmp_path, caplog):
         assert ("the values of model.layers.0.mlp.up_proj.weight are not all finite: what was merged in" in caplog.text) == (name == "broken")
 
 
-def test_the_caches_of_a_text_model_within_another_are_off(tmp_path):
+def test_the_caches_of_a_text_model_within_another_are_off_until_it_is_saved(tmp_path):
     torch.manual_seed(2)
     model = tierflow.wrap(CONVERTED["llava"]().bfloat16(), roomy())
     assert model.config.text_config.use_cache is False and not getattr(model.config, "use_cache", False)
+    model.save_pretrained(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["text_config"]["use_cache"] is True
 
 
 def test_embeddings_that_keep_their_number_are_those_that_are_there(model):

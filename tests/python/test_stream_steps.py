@@ -29,6 +29,17 @@ def test_one_micro_batch_alone_is_not_a_list_of_them(model, batch):
         trainer_of(model).step(batch)
 
 
+def test_a_step_computes_gradients_whatever_the_grad_mode_and_refuses_inference_mode(model):
+    data, other = batches("llama", 2), tierflow.wrap(make("llama"), roomy())
+    with torch.no_grad():
+        first = trainer_of(model).step(data)
+        assert not torch.is_grad_enabled()
+    second = trainer_of(other).step(data)
+    assert (first.loss, first.grad_norm) == (second.loss, second.grad_norm)
+    with torch.inference_mode(), pytest.raises(tierflow.UsageError, match="outside of torch.inference_mode"):
+        trainer_of(model).step(data)
+
+
 def test_threads_of_micro_batches_end_with_their_trainer(model):
     names = lambda: [thread.name for thread in threading.enumerate() if thread.name == "tierflow micro-batch"]  # noqa: E731
     gc.collect()
