@@ -179,3 +179,36 @@ def test_no_chain_of_the_hop_table_is_longer_than_eight():
             continue
         chain = re.sub(r", or `[^`]+`", "", cell).partition(". In the end")[0]
         assert chain.count("`") // 2 - 1 == int(hops), cell
+
+
+OPTION = r"(?<![\w-])--[a-z][\w-]*\b(?!-)"
+
+
+def commands():
+    """Each piece of code of the documents that is one line: its file, and the line without its comment."""
+    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/adapters/README.md"]:
+        text = document.read_text()
+        blocks = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
+        for line in re.findall(r"^    .*$|`[^`\n]+`", text, re.MULTILINE) + [line for block in blocks for line in block.splitlines()]:
+            yield document.name, re.split(r"  #|   \(", line)[0]
+
+
+def test_commands_name_options_and_scripts_that_exist(tierflow):
+    paths = [path for folder in ("benchmarks", "examples", "tools", "tests") for kind in ("py", "sh") for path in (ROOT / folder).rglob(f"*.{kind}")]
+    scripts = {str(path.relative_to(ROOT)): {*re.findall(OPTION, path.read_text())} for path in paths}
+    helps = {}
+    for command in ("init", "train", "plan", "data prepare", "data preview", "eval", "generate", "merge", "export", "status", "verify", "bench storage", "bench optimizer"):
+        helps[command] = {*re.findall(OPTION, subprocess.run([tierflow, *command.split(), "--help"], capture_output=True, text=True, check=True).stdout)}
+    known, named = set().union(*scripts.values(), *helps.values()), 0
+    for document, line in commands():
+        program = re.search(r"(?:^|[ /`])tierflow ((?:data|bench) \w+|\w+) (.*)", line)
+        if program and program[1] in helps:
+            assert {*re.findall(OPTION, program[2])} <= helps[program[1]], f"{document}: {line}"
+        for path, rest in re.findall(r"((?:benchmarks|examples|tools)/[\w/]+\.(?:py|sh))\b([^;]*)", line):
+            assert path in scripts, f"{document}: {line}"
+            folder = set().union(*(found for name, found in scripts.items() if name.rpartition("/")[0] == path.rpartition("/")[0]))
+            assert {*re.findall(OPTION, rest)} <= folder, f"{document}: {line}"
+        options = {*re.findall(OPTION, line)} if "-->" not in line and "<--" not in line else set()
+        assert options <= known, f"{document}: {line}"
+        named += len(options)
+    assert named > 500
