@@ -223,7 +223,9 @@ def prepare(
     named = [files] if isinstance(files, (str, os.PathLike)) else files
     how: dict[str, Any] = {"packing": packing, "weights": list(weights), "vocab_size": vocab_size, "sequence_length": sequence_length, "held_out": held_out, "seed": seed}
     if format == "preference":
-        how |= {"pairs": True, "packing": "auto"}
+        if packing not in ("auto", "none"):
+            raise _native.UsageError(f'packing is "{packing}"; each answer of a pair is a sequence of its own: leave it out')
+        how["pairs"] = True
     with _template_file(chat_template) as template:
         made = _native.Dataset(
             {"files": [os.fspath(file) for file in named], "tokenizer": str(tokenizer) if tokenizer.exists() else "", "python": sys.executable, "train_on": train_on,

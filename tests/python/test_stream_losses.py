@@ -316,3 +316,22 @@ def test_layers_that_were_off_stay_off():
         assert all(layer._disable_adapters for layer in layers)
         raise KeyError
     assert [layer._disable_adapters for layer in layers] == [True, False]
+
+
+def test_pairs_are_not_packed(work, tmp_path):  # noqa: F811
+    options = {"format": "preference", "sequence_length": LENGTH, "cache": tmp_path / "cache"}
+    assert len(tierflow.data.prepare(work / "model", work / "pairs.jsonl", packing="none", **options)) == len(pairs_of(work))
+    with pytest.raises(tierflow.UsageError, match='packing is "bfd"; each answer of a pair is a sequence of its own'):
+        tierflow.data.prepare(work / "model", work / "pairs.jsonl", packing="bfd", **options)
+
+
+def test_adapters_within_layers_alone_can_be_switched_off_in_a_visit(work):  # noqa: F811
+    peft = pytest.importorskip("peft")
+    within = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    for config, expected in (
+        (peft.LoraConfig(**within), True),
+        (peft.LoraConfig(**within, modules_to_save=["lm_head"]), False),
+        (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), False),
+    ):
+        assert losses.switches(peft.get_peft_model(resident(work), config)) is expected
+    assert losses.switches(resident(work))

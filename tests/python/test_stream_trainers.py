@@ -1,5 +1,7 @@
 """The trainers and loaders of others over a streamed model."""
 
+import types
+
 import pytest
 from streaming import VOCAB, make, scarce, tierflow, torch, transformers
 
@@ -104,6 +106,20 @@ def test_logs_have_what_moved_since_the_last_one(tmp_path):
         assert min(busy) >= 0 and 0 < sum(busy) and max(busy) < 1.5  # shares of the time
     assert [entry["tierflow/skipped_steps"] for entry in logs] == [0] * 5 and not any(key.startswith("tierflow/") for key in trainer.state.log_history[-1])
     tierflow.close(model)
+
+
+def test_a_lane_that_worked_half_of_the_time_was_busy_by_a_half(monkeypatch):
+    from tierflow import hf
+
+    at = {lane: {"bytes": 5e9, "busy_seconds": 2.0} for lane in ("disk_read", "disk_write", "upload", "download", "update")}
+    then = {lane: {"bytes": 7e9, "busy_seconds": 5.0} for lane in at}
+    found, clock = iter([at, then]), iter([100.0, 106.0, 106.0])
+    monkeypatch.setattr(hf, "stats", lambda model: {"lanes": next(found), "skipped_steps": 3})
+    monkeypatch.setattr(hf, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    callback, logs = hf.TierflowCallback(), {"loss": 1.0}
+    callback.on_train_begin(None, None, None)
+    callback.on_log(None, types.SimpleNamespace(log_history=[]), None, logs=logs)
+    assert logs == {"loss": 1.0, "tierflow/skipped_steps": 3, **{f"tierflow/{lane}_{what}": value for lane in at for what, value in (("gb", 2.0), ("busy", 0.5))}}
 
 
 def test_a_checkpoint_of_the_model_alone_has_no_state_and_a_second_training_begins_where_it_is(tmp_path, model):
