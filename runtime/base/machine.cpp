@@ -1,7 +1,6 @@
 #include "runtime/base/machine.h"
 
 #include <fmt/format.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -44,9 +43,9 @@ std::string human_count(double n) {
 }
 
 std::uint64_t resident_set_peak() {
-  rusage usage{};
-  ::getrusage(RUSAGE_SELF, &usage);
-  return static_cast<std::uint64_t>(usage.ru_maxrss) * 1024;
+  // Not getrusage(): its peak includes that of the process which started this one.
+  const std::uint64_t peak = number_in("/proc/self/status", "VmHWM:");
+  return peak == ~std::uint64_t{0} ? resident_set() : peak * 1024;
 }
 
 std::uint64_t resident_set() {

@@ -37,7 +37,7 @@ tierflow_test(references_test BY_SUITE LIBRARIES tierflow::session SOURCES sessi
 tierflow_test(expert_adapters_test BY_SUITE LIBRARIES tierflow::session SOURCES models/expert_adapters_test.cpp session/expert_adapters_test.cpp)
 
 add_executable(bare_torch session/bare_torch.cpp)
-target_link_libraries(bare_torch PRIVATE tierflow_torch_wheel)
+target_link_libraries(bare_torch PRIVATE tierflow::core tierflow_torch_wheel)
 
 # The train command in the test's own process.
 tierflow_test(train_test BY_SUITE LIBRARIES tierflow_commands SOURCES
