@@ -9,11 +9,13 @@ if [ ! -e .venv/installed-requirements.txt ] && [ ! -e build/build.ninja ]; then
   tools/setup.sh --system
   mkdir -p build
   : >build/early
+  set -m  # a process group of its own, which can be ended with all that it started
   {
     cmake --preset release -DTIERFLOW_TORCH=OFF && cmake --build build --parallel "$jobs" --target tierflow_without_torch
   } >build/early.log 2>&1 &
   early=$!
-  trap 'kill "$early" 2>/dev/null || true; wait "$early" 2>/dev/null || true' EXIT
+  set +m
+  trap 'kill -- "-$early" 2>/dev/null || true; wait "$early" 2>/dev/null || true' EXIT
 fi
 tools/setup.sh --program
 if [ -n "$early" ]; then

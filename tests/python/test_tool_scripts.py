@@ -4,6 +4,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -151,6 +152,17 @@ def test_the_program_is_set_up_beside_the_download(tree):
     (tree.folder / ".venv").mkdir()
     (tree.folder / ".venv/installed-requirements.txt").write_text("")
     assert tree.run("setup_program.sh", 3)[::2] == (0, ["setup.sh --program"])
+
+
+def test_a_setup_that_fails_leaves_no_build_behind(tree):
+    began = tree.folder / "began"
+    tree.stand_in("tools/setup.sh", f'[ "$1" = --system ] || while [ ! -s {began} ]; do sleep 0.01; done; [ "$1" = --system ]')
+    tree.stand_in("bin/cmake", f"echo $$ >{began}; exec sleep 60")
+    assert tree.run("setup_program.sh", 3)[0] == 1
+    deadline = time.monotonic() + 5
+    while pathlib.Path(f"/proc/{began.read_text().strip()}").exists():
+        assert time.monotonic() < deadline, "it still builds"
+        time.sleep(0.01)
 
 
 def test_the_table_of_what_fits_in_the_readme_is_the_one_that_is_computed():
