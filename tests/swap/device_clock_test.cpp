@@ -1,6 +1,7 @@
 // Computation that is enqueued and not waited for: a recorded run tells when the device did it, not when it was asked.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <map>
@@ -98,6 +99,28 @@ TEST(DeviceClock, OfTheCallingThreadIsTheCallers) {
   const auto tasks = computed(*device, [] {});
   ASSERT_EQ(tasks.size(), 2U);
   for (const TaskRecord& task : tasks) EXPECT_LT(task.end - task.begin, 5);
+}
+
+TEST(DeviceClock, FinishUpdatesWaitsForWhatTheDeviceComputes) {
+  const auto device = open_cpu_device({.async_compute = true});
+  const Layout layout = two_stages();
+  const Arrangement arrangement =
+      arrange(layout, {.host_budget = 64 << 20, .device_budget = 64 << 20, .storage = false, .train = false}).value();
+  const auto executor = Executor::create(*device, nullptr, layout, arrangement, {}).value();
+  Planner planner(layout, arrangement);
+  executor->append(planner.evaluate(1), nullptr);
+  std::atomic<int> computed = 0;
+  for (const int stage : {0, 1}) {
+    ASSERT_TRUE(executor->enter(stage, Pass::evaluate, 0).ok());
+    device->enqueue(StreamId::compute, [&](const DeviceQueue&) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      ++computed;
+    });
+    ASSERT_FALSE(executor->leave());
+  }
+  ASSERT_FALSE(executor->finish_updates());
+  EXPECT_EQ(computed, 2);
+  EXPECT_FALSE(executor->drain());
 }
 
 // Both micro-batches of two stages, forward and backward, enqueued long before the device computes them: what the

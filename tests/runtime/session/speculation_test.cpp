@@ -67,7 +67,9 @@ void train(Session& session, Failing& model, const SessionOptions& options, int 
     outcome.skipped.resize(std::min<std::size_t>(outcome.skipped.size(), step));
     model.spoiled_stage = step == kSpoiledGradient ? 1 : -1;
     model.spoiled_loss = step == kSpoiledLoss;
+    const std::uint64_t most = session.bytes_written_after_next_step();
     const StepResult result = session.step(batches(options.micro_batches, step), 1e-3 * (1 + step));
+    EXPECT_LE(session.bytes_written(), most);
     outcome.losses.push_back(std::isfinite(result.loss) ? result.loss : 0);
     outcome.norms.push_back(std::isfinite(result.grad_norm) ? result.grad_norm : 0);
     outcome.skipped.push_back(result.skipped);
