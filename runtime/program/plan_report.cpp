@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
-#include <regex>
+#include <string>
 
 #include "runtime/planning/break_even.h"
 #include "runtime/planning/reference_file.h"
@@ -17,8 +17,14 @@ using Json = nlohmann::ordered_json;
 
 // "layers.12.mlp" -> "layers.*.mlp": what is alike in all layers of a kind.
 std::string kind_of(const std::string& unit) {
-  static const std::regex number("[0-9]+");
-  return std::regex_replace(unit, number, "*");
+  std::string kind;
+  for (const char c : unit) {
+    if (c < '0' || c > '9')
+      kind += c;
+    else if (!kind.ends_with('*'))
+      kind += '*';
+  }
+  return kind;
 }
 
 // A row for each kind of layer and format of its state.
