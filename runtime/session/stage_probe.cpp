@@ -17,7 +17,7 @@ namespace tierflow {
 namespace {
 
 constexpr std::int64_t kSweptBytes = 96 << 20;
-constexpr std::size_t kFewestRuns = 3, kMostRuns = 60;
+constexpr std::size_t kFewestRuns = 3, kMostRuns = 30;
 
 template <class Tensors>
 std::uint64_t bytes_of(const Tensors& tensors) {

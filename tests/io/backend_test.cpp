@@ -388,7 +388,7 @@ TEST_F(BackendTest, ThereAreNoMoreThreadsThanTheDepthAnd64) {
     const auto before = threads_at_rest();
     auto backend = open(make_threads_backend(depth), file_.descriptor());
     SystemCalls calls([depth](const SystemCall& call) -> std::optional<long> {
-      if (call.name == "fdatasync") std::this_thread::sleep_for(std::chrono::milliseconds(depth > 64 ? 200 : 2));
+      if (call.name == "fdatasync") std::this_thread::sleep_for(std::chrono::milliseconds(depth > 64 ? 20 : 2));
       return {};
     });
     for (std::uint32_t ticket = 0; ticket < requests; ++ticket)

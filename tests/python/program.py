@@ -25,7 +25,7 @@ def config(hidden=64, layers=2, vocab=256, **more):
 @pytest.fixture
 def work(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config()))
-    text = "".join(p.read_text(errors="replace") for p in sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:20])
+    text = "".join(p.read_text(errors="replace") for p in sorted(pathlib.Path(os.__file__).parent.glob("*.py"))[:10])
     (tmp_path / "text.txt").write_text(text)
     return tmp_path
 

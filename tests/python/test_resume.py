@@ -493,7 +493,7 @@ def test_a_finished_run_says_so(work):
 def test_without_room_for_a_second_copy_it_says_what_that_means(work, tmp_path):
     drive = tmp_path / "drive"
     drive.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={8 * MIB + 512 * 1024}", "tmpfs", drive], capture_output=True).returncode != 0:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={7 * MIB + 512 * 1024}", "tmpfs", drive], capture_output=True).returncode != 0:
         pytest.skip("this machine does not let us mount")
     try:
         words = [*TRAIN, *small("--storage", str(drive), "--host-memory", "1MiB", "--allow-any-filesystem", "--allow-buffered")]
