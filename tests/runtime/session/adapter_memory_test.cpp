@@ -1,10 +1,11 @@
-// What writing a model takes beside its budgets.
+// What writing a model takes beside its budgets, and that it is the model of the last step.
 #include <gtest/gtest.h>
 
 #include <fstream>
 #include <functional>
 #include <mutex>
 
+#include "runtime/base/files.h"
 #include "runtime/device/device_memory.h"
 #include "tests/runtime/expect.h"
 #include "tests/runtime/session/fixture.h"
@@ -47,6 +48,23 @@ TEST(SessionOfAdapters, WritesLargeTablesPieceByPiece) {
   EXPECT_LT(most_of([&] { session.export_merged(folder.path / "base", folder.path / "merged"); }), kTable * 5 / 8);
   EXPECT_LT(most_of([&] { merge_adapter(folder.path / "base", folder.path / "adapter", folder.path / "whole"); }),
             kTable * 5 / 8);
+}
+
+// The updates of a step may wait for the next one.
+TEST(SessionOfAdapters, AMergedModelHasTheUpdatesOfItsLastStep) {
+  const Folder folder;
+  const auto in = [&](const char* name) { return folder.path / name; };
+  const auto weights = [&](const char* name) { return read_text(in(name) / "model.safetensors", 256 * kMiB); };
+  std::filesystem::create_directories(folder.path);
+  std::ofstream(in("config.json")) << kWideVocabulary;
+  init_checkpoint(in("config.json"), in("base"), 1);
+  Session session(with_adapters(load(in("base")), {.rank = 2, .alpha = 8}, 5), resident(1));
+  session.step(batches(1, 0), 1e-2);
+  session.export_merged(in("base"), in("merged"));
+  session.export_adapter(in("adapter"));
+  merge_adapter(in("base"), in("adapter"), in("whole"));
+  EXPECT_TRUE(weights("merged") == weights("whole"));
+  EXPECT_FALSE(weights("merged") == weights("base"));
 }
 
 constexpr const char* kWideLayer =
