@@ -174,6 +174,36 @@ TEST(ArrangeDevice, ActivationsAreKeptBeforeMoreWeights) {
   EXPECT_THAT(kept(1 << 30), ElementsAre());
 }
 
+TEST(ArrangeDevice, NothingIsKeptOfAStageWhoseInputLeaves) {
+  ArrangeRequest request;
+  request.activation_bytes = {0, 80, 80, 80, 0};
+  const std::uint64_t budget = kFixed + 2 * kSlot;
+  const Arrangement none = device(budget + 9999, request).made;
+  EXPECT_EQ(inputs(none), leaves({1, 2, 3}));
+  EXPECT_EQ(none.count(Activations::keep), 0);
+  const Arrangement made = device(budget + 10000 + 2 * 90, request).made;
+  EXPECT_EQ(inputs(made), leaves({2, 3}));
+  EXPECT_EQ(made.count(Activations::keep), 2);
+  EXPECT_TRUE(made.items[2].activations == Activations::keep && made.items[3].activations == Activations::keep);
+}
+
+// An evaluation may use what a step has for saved inputs and kept activations: only what it wants beyond is left free.
+TEST(ArrangeDevice, RoomForEvaluationsIsLeftBesideTheWeights) {
+  const auto ring = [](std::uint64_t wanted, bool keeps) {
+    ArrangeRequest request{.evaluation_workspace = wanted};
+    if (keeps) request.activation_bytes = {0, 0, 0, 24000, 0};
+    const std::uint64_t kept = keeps ? 2 * 27000 : 0;
+    return device(kFixed + kCarries + (80 + 160 + 80 + 40) * kKi + kept, request).made.weight_ring / kKi;
+  };
+  for (const bool keeps : {false, true}) {
+    const std::uint64_t of_step = kCarries + (keeps ? 2 * 27000 : 0);
+    EXPECT_EQ(ring(0, keeps), 288U + 40);
+    EXPECT_EQ(ring(of_step, keeps), 288U + 40);
+    EXPECT_EQ(ring(of_step + 8 * kKi, keeps), 288U + 32);
+    EXPECT_EQ(ring(1 << 30, keeps), 288U + 20);  // half of the room at most
+  }
+}
+
 TEST(ArrangeDevice, AnEvaluationHasNoGradientsAndSavesNothing) {
   ArrangeRequest request{.device_update_share = 1, .train = false};
   const Result made = device(128 * kKi + kWorkspace, request);

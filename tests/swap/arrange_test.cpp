@@ -138,6 +138,17 @@ TEST(Arrange, WhatIsAlwaysReadIsKeptBeforeWhatIsOnDemand) {
   EXPECT_EQ(made.cached_units, 1);
 }
 
+TEST(Arrange, NoMoreUnitsOnDemandHaveASlotThanThereAre) {
+  constexpr std::uint64_t kUnit = 128 << 10;
+  std::vector<UnitShape> units(8, {.name = "unit", .groups = {{.trainable = false, .elements = 64 << 10}}});
+  for (const int unit : {6, 7}) units[unit].groups[0].elements *= 16;
+  const Layout layout(units, {{.units = {6}, .on_demand = {0, 1, 2, 3, 4, 5}}, {.units = {7}}}, kChunkQuantum);
+  const Arrangement made =
+      arrange(layout, {.host_budget = 30 * kUnit, .device_budget = 64 * kUnit, .train = false}).value();
+  EXPECT_EQ(made.cached_units, 6);
+  EXPECT_LE(made.host_bytes(layout), 30 * kUnit);
+}
+
 // What stays on the device is read once.
 TEST(Arrange, WhatStaysOnTheDeviceHasTheRamThatIsLeft) {
   constexpr std::uint64_t kUnit = 128 << 10;
@@ -201,6 +212,26 @@ TEST(Arrange, WhatIsTrainedIsKeptBeforeWhatIsFrozen) {
   const auto [trained, frozen] = kept(request);
   EXPECT_LT(trained, 40);
   EXPECT_EQ(frozen, 0);
+}
+
+TEST(Arrange, TakesNoMoreThanTheHostsBudget) {
+  const toy::Toy toy = toy::make_toy(false, 3);
+  const Layout layout(toy.units, toy.stages, toy.chunk_elements);
+  const std::vector<std::uint64_t> swapped{0, 8192, 8192, 8192, 0};
+  for (ArrangeRequest request :
+       {ArrangeRequest{.gradient_slots = true, .measured_bytes = 24}, ArrangeRequest{.state_on_device = true},
+        ArrangeRequest{.swapped_bytes = swapped, .swap_to_host = 2, .swap_to_storage = 2}}) {
+    request.device_budget = 64 * kMiB;
+    request.micro_batches = 2;
+    bool everything = false;
+    for (request.host_budget = kMiB / 2; request.host_budget < 8 * kMiB; request.host_budget += kSector) {
+      const auto made = arrange(layout, request);
+      if (!made.ok()) continue;
+      ASSERT_LE(made.value().host_bytes(layout), request.host_budget);
+      everything = std::ranges::count(made.value().hi_resident, false) == 0;
+    }
+    EXPECT_TRUE(everything);
+  }
 }
 
 TEST(Arrange, NamesTheSmallestBudgetThatWorks) {

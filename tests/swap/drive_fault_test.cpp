@@ -188,6 +188,9 @@ TEST_P(DriveFaultTest, AFlipOnTheWayIsReadAgain) {
 }
 
 TEST_P(DriveFaultTest, BytesThatStayWrongEndTheRun) {
+  plan_->set({.kind = Fault::Kind::flip, .action = io::Action::read, .sticky = true});
+  const auto unused = [](std::span<std::byte>) { ADD_FAILURE() << "wrong bytes were given out"; };
+  EXPECT_EQ(executor_->access(ExtentKind::state, stored_, false, unused).kind, io::ErrorKind::corruption);
   plan_->set({.kind = Fault::Kind::flip, .action = io::Action::read, .nth = 5, .sticky = true});
   EXPECT_EQ(store_->fetch(ExtentKind::state, stored_).ok(), true);
   io::Error error;

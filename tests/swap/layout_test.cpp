@@ -30,6 +30,20 @@ TEST(Layout, FrozenGroupsHaveNoStateAndNoGradient) {
   for (const Chunk& chunk : layout.chunks()) EXPECT_EQ(chunk.state_bytes != 0, chunk.trainable);
 }
 
+TEST(Layout, MoreStateIsCutFiner) {
+  const auto cut = [](std::uint32_t of_element, std::uint32_t of_block) {
+    const GroupShape group{
+        .elements = 8 * kChunkQuantum, .state_bytes_element = of_element, .state_bytes_block = of_block};
+    const Layout layout({{.name = "a", .groups = {group}}}, {{.units = {0}}}, 4 * kChunkQuantum);
+    return layout.chunks().front().elements / kChunkQuantum;
+  };
+  EXPECT_EQ(cut(4, 0), 4U);
+  EXPECT_EQ(cut(4, 8), 4U);
+  EXPECT_EQ(cut(4, 9), 3U);
+  EXPECT_EQ(cut(8, 8), 2U);
+  EXPECT_EQ(cut(100, 0), 1U);
+}
+
 TEST(Layout, WhatIsTrainableComesFirst) {
   UnitShape turned = partly_frozen();
   std::swap(turned.groups[0], turned.groups[1]);

@@ -145,6 +145,18 @@ TEST(Sparse, PlansOfRandomPartsAreProved) {
   EXPECT_GT(caught_up, 200);
 }
 
+TEST(Sparse, StateOfASparseUnitStaysWithTheHost) {
+  const GroupShape dense{.elements = kElementsPad, .state_bytes_element = 4};
+  GroupShape sparse = dense;
+  sparse.elements = sparse.sparse_elements = kSparseQuantum;
+  const Layout layout({{.name = "sparse", .groups = {dense, sparse}}, {.name = "dense", .groups = {dense}}},
+                      {{.units = {0}}, {.units = {1}, .carry_bytes = kSector}}, kChunkQuantum);
+  const Arrangement made =
+      arrange(layout, {.host_budget = 64 << 20, .device_budget = 64 << 20, .state_on_device = true}).value();
+  for (const Chunk& chunk : layout.chunks())
+    EXPECT_EQ(made.device_place(ExtentKind::state, chunk.id) != kNowhere, chunk.unit == 1) << chunk.id;
+}
+
 // The planner is told less than there is, or more; the checker knows.
 TEST(Sparse, WhatIsNotUpToDateIsRefused) {
   for (unsigned seed = 1; seed <= 20; ++seed) {
