@@ -16,8 +16,7 @@
 namespace tierflow {
 namespace {
 
-constexpr std::int64_t kSweptBytes = 96 << 20;
-constexpr std::size_t kFewestRuns = 3, kMostRuns = 30;
+constexpr std::size_t kFewestRuns = 3;
 
 template <class Tensors>
 std::uint64_t bytes_of(const Tensors& tensors) {

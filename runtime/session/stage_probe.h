@@ -25,6 +25,10 @@ struct StageTiming {
 
 class StageProbe {
  public:
+  static constexpr std::size_t kMostRuns = 30;  // of a reading
+  // Bytes that are read and written before each run, so that no cache has the weights.
+  static constexpr std::int64_t kSweptBytes = 96 << 20;
+
   // `timing`: also measure the time, with weights and gradients in memory of its device as a session has them.
   StageProbe(const LayeredModel& model, DeviceMemory& memory, torch::Device torch_device, StageTiming timing = {});
 
@@ -68,7 +72,7 @@ class StageProbe {
   std::uint64_t begun_bytes_ = 0;                  // the most that a stage in parts holds from its beginning to its end
   double timed_seconds_ = 0, spread_seconds_ = 0;  // total time of the readings, and their spread
   bool warmed_up_ = false;                         // warmed up: caches kept, untimed
-  torch::Tensor swept_;  // memory that is read to evict a stage's weights from the caches before it is timed
+  torch::Tensor swept_;                            // kSweptBytes
 };
 
 }  // namespace tierflow

@@ -27,7 +27,8 @@ constexpr double kRepeats = 4;      // of work that takes long: pages first, the
 constexpr double kOverhead = 0.05;  // seconds of a reading that takes none
 constexpr double kFillRate = 1e9;   // bytes a second in which weights and gradients are made for a reading
 constexpr double kMostSecondsEach = 1.2;
-constexpr double kBackward = 3;  // of forwards
+constexpr double kSweepRate = 8e9;  // bytes a second, about
+constexpr double kBackward = 3;     // of forwards
 constexpr auto kSayEvery = std::chrono::seconds(5);
 
 // What measuring a model's stages takes.
@@ -54,7 +55,9 @@ class Estimate {
   double reading(int stage, bool backward) const {
     double parameters = 0;
     for (const int unit : spec_.stages[stage].units) parameters += static_cast<double>(spec_.units[unit].parameters());
-    return std::max(kRepeats * once(stage, backward), each_) + kOverhead + (backward ? 6 : 2) * parameters / kFillRate;
+    const double run = once(stage, backward);
+    const double most = StageProbe::kMostRuns * (run + StageProbe::kSweptBytes / kSweepRate);
+    return std::max(kRepeats * run, std::min(each_, most)) + kOverhead + (backward ? 6 : 2) * parameters / kFillRate;
   }
 
  private:
