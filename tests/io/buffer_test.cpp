@@ -46,11 +46,11 @@ TEST(BufferTest, AForkedChildDoesNotGetMemoryOfThisProcess) {
   std::fill_n(buffer.data(), 8192, std::byte{7});
   const pid_t child = fork();
   if (child == 0) {
-    unsigned char resident = 0;
-    if (mincore(buffer.data(), 8192, &resident) == 0) _exit(1);
+    unsigned char resident[2] = {};  // a byte for each page
+    if (mincore(buffer.data(), 8192, resident) == 0) _exit(1);
     void* const own = mmap(buffer.data(), 8192, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
     buffer.reset();
-    _exit(mincore(own, 8192, &resident) == 0 ? 0 : 2);
+    _exit(mincore(own, 8192, resident) == 0 ? 0 : 2);
   }
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);
