@@ -129,7 +129,7 @@ class CappedAllocator final : public c10::Allocator {
   mutable std::mutex mutex_;
   std::unordered_map<void*, Block> sizes_;
   std::multimap<std::size_t, void*> kept_;
-  std::uint64_t cap_ = ~std::uint64_t{0} / 2;
+  std::uint64_t cap_ = DeviceMemory::kNoCap;
   DeviceMemoryStats stats_;
   std::uint64_t mapped_ = 0;  // asked for, of what is used
 };
@@ -150,6 +150,19 @@ DeviceMemory& DeviceMemory::install() {
   };
   static Installed memory;
   return memory;
+}
+
+DeviceMemory::Capped::Capped(DeviceMemory& memory) : memory_(memory) {
+  ++memory_.capped_;
+}
+
+DeviceMemory::Capped::~Capped() {
+  if (--memory_.capped_ != 0) return;
+  try {
+    memory_.set_cap(kNoCap);
+  } catch (const c10::Error&) {
+    // The device is gone: nothing more is allocated there.
+  }
 }
 
 std::uint64_t DeviceMemory::mapped_bytes() {

@@ -5,6 +5,7 @@
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -32,6 +33,19 @@ class DeviceMemory {
   // The memory of CUDA. Loads torch's CUDA library; throws Exception (kind environment) if it cannot be loaded.
   static DeviceMemory& cuda();
 
+  // Who sets a cap holds one of these: when the last one ends, torch has no cap any more.
+  class Capped {
+   public:
+    explicit Capped(DeviceMemory& memory);
+    ~Capped();
+    Capped(const Capped&) = delete;
+    Capped& operator=(const Capped&) = delete;
+
+   private:
+    DeviceMemory& memory_;
+  };
+
+  static constexpr std::uint64_t kNoCap = ~std::uint64_t{0} / 2;
   virtual ~DeviceMemory() = default;
   virtual void set_cap(std::uint64_t bytes) = 0;
   virtual void release_kept() = 0;
@@ -40,6 +54,9 @@ class DeviceMemory {
   // Bytes that the use of a CUDA device takes besides tensors: context, kernels and handles of libraries, measured once
   // (0 if the driver's library does not say), cuBLAS's workspace and kBounceBytes (swap/pinning.h). 0 on the CPU.
   virtual std::uint64_t fixed() const { return 0; }
+
+ private:
+  std::atomic<int> capped_ = 0;
 };
 
 // Whether torch ran out of device memory.

@@ -2,8 +2,8 @@
 // FRONT DOOR of session: a model whose state streams, and its steps. Throws Exception, or std::logic_error for a defect
 // of Tierflow. After an exception from step() or evaluate() the session can only be destroyed, unless intact() is true;
 // what it committed is there to resume from. Sessions may exist beside each other, and each may be used by any one
-// thread at a time. torch's memory and its cap are those of the process: one session is made at a time, and nothing
-// else computes meanwhile, because it measures.
+// thread at a time. torch's memory and its cap, which ends with the last session, are those of the process: one session
+// is made at a time, and nothing else computes meanwhile, because it measures.
 #include <array>
 #include <atomic>
 #include <cmath>

@@ -59,7 +59,7 @@ TEST(TrainOutOfMemory, WritesWhatWasTrained) {
   const std::string said = ::testing::internal::GetCapturedStderr();
   done = true;
   other.join();
-  DeviceMemory::install().set_cap(~std::uint64_t{0} / 2);
+  DeviceMemory::install().set_cap(DeviceMemory::kNoCap);
   EXPECT_EQ(code, static_cast<int>(io::ErrorKind::memory)) << said;
   EXPECT_NE(said.find("stopped after step "), std::string::npos) << said;
   EXPECT_NE(said.find("the device budget leaves"), std::string::npos) << said;
