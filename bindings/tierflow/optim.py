@@ -164,7 +164,8 @@ class AdamW(torch.optim.Optimizer):
 
     def _ordinary_are_finite(self) -> bool:
         grads = [p.grad for group in self.param_groups for p in group["params"] if not isinstance(p, StreamedParameter) and p.grad is not None]
-        return all(bool(found) for found in [grad.isfinite().all() for grad in grads])
+        found = [grad.isfinite().all() for grad in grads]
+        return not found or bool(torch.stack([each.to(found[0].device) for each in found]).all())  # one wait for the device
 
     def _step_ordinary(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if not isinstance(p, StreamedParameter) and p.grad is not None]
