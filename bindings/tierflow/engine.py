@@ -74,7 +74,7 @@ class Engine:
         self.trainable = [unit.trainable for unit in cut.units]
         self.formats = {tensor.names[0]: tensor.format for unit in cut.units for tensor in unit.tensors if tensor.format != "bf16"}
         self.without_cache: list[str] = []  # parts of a transformers model's config whose use_cache was on before it streamed
-        self.broken: str | None = None  # why this step's gradients cannot be applied
+        self.broken: str | None = None  # how a backward that did not end is named
         self._unended: set[int] = set()  # calls of backward() that added gradients and are not at their end
         self.skipped = 0
         self._scales: dict[tuple[int, int], float] = {}
@@ -277,7 +277,7 @@ class Engine:
         if self.active is None or self.active_thread == threading.get_ident():
             self.active = None
             self._leave()
-        if self.broken is not None or self._unended:
+        if self._incomplete():
             others = set()
         spared = {unit for unit, _ in others} - {unit for unit, _ in trained}
         for unit in range(len(self.handles)):
@@ -289,6 +289,10 @@ class Engine:
             self._gradients.pop(key).life["dropped"] = True
             self._scales.pop(key, None)
         self._mend()
+
+    def _incomplete(self) -> str | None:
+        """Why this step's gradients cannot be applied."""
+        return self.broken or ("backward() raised an error" if self._unended else None)
 
     def _mend(self) -> None:
         """Where all gradients were dropped."""
@@ -324,8 +328,7 @@ class Engine:
     def finite(self, trained: set[tuple[int, int]], others: set[tuple[int, int]]) -> bool:
         """Whether all gradients that step() is going to take are. Raises UsageError where some are missing. trained: what this optimizer trains, others: what the
         other ones do, whose units keep their gradients."""
-        if self.broken is not None or self._unended:
-            why = self.broken or "backward() raised an error"
+        if why := self._incomplete():
             raise _native.UsageError(f"{why}: this step's gradients are incomplete; call the optimizer's zero_grad() and go on")
         if lost := next((key for key in trained if key in self._lost), None):
             raise _native.UsageError(

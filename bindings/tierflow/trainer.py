@@ -251,7 +251,7 @@ class Trainer:
         frame.remember_random()
         later = any(other.frame is not None and other.frame.turn is turn for other in lanes if other is not lane)
         with self.engine.turn(turn, "head", self._keeps(turn) and later) as weights:
-            with torch.enable_grad(), autocast_as(frame.autocast):
+            with autocast_as(frame.autocast):
                 outs = frame.compute(inputs, weights, keep=True)
             self.engine.activations.look()
             answer = self._record(lane, frame, outs)

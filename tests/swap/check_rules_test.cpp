@@ -10,6 +10,7 @@
 #include "swap/arrange.h"
 #include "swap/check.h"
 #include "swap/planner.h"
+#include "tests/swap/damaged_plan.h"
 
 namespace tierflow::swap {
 namespace {
@@ -33,11 +34,6 @@ std::size_t index_of(const Plan& plan, TaskKind kind, std::size_t from = 0) {
 }
 Task& first(Plan& plan, TaskKind kind) {
   return plan.tasks[index_of(plan, kind)];
-}
-// The plan ends before the last task of this kind.
-void cut(Plan& plan, TaskKind kind) {
-  while (plan.tasks.back().kind != kind) plan.tasks.pop_back();
-  plan.tasks.pop_back();
 }
 
 class CheckRules : public ::testing::Test {
@@ -66,9 +62,9 @@ class CheckRules : public ::testing::Test {
 };
 
 TEST_F(CheckRules, EveryChunkIsUpdatedAndMeasured) {
-  EXPECT_THAT(said_of(arranged({.staged = false}), [](Plan& plan) { cut(plan, TaskKind::update); }),
+  EXPECT_THAT(said_of(arranged({.staged = false}), [](Plan& plan) { plan = cut(std::move(plan), TaskKind::update); }),
               HasSubstr("was updated 0 times"));
-  EXPECT_THAT(said_of(arranged({.staged = true}), [](Plan& plan) { cut(plan, TaskKind::measure); }),
+  EXPECT_THAT(said_of(arranged({.staged = true}), [](Plan& plan) { plan = cut(std::move(plan), TaskKind::measure); }),
               HasSubstr("was measured 0 times"));
 }
 
@@ -82,15 +78,7 @@ TEST_F(CheckRules, ACommitIsOneThatWasAskedFor) {
 
 TEST_F(CheckRules, AGradientIsStoredBehindItsMeasurement) {
   const Arrangement made = arranged({.host_budget = kStreams});
-  const auto exchange = [](Plan& plan) {
-    const std::size_t write = index_of(plan, TaskKind::write_gradient);
-    Task &later = plan.tasks[write], &earlier = plan.tasks[write - 1];
-    ASSERT_EQ(earlier.kind, TaskKind::measure);
-    std::swap(earlier, later);
-    std::erase(earlier.dependencies, plan.first_id + write - 1);
-    earlier.dependencies.insert(earlier.dependencies.end(), later.dependencies.begin(), later.dependencies.end());
-    later.dependencies.push_back(plan.first_id + write - 1);
-  };
+  const auto exchange = [](Plan& plan) { store_before_measuring(plan, index_of(plan, TaskKind::write_gradient)); };
   EXPECT_THAT(said_of(made, exchange), HasSubstr("the gradient has not been measured"));
   const auto rush = [](Plan& plan) {
     const std::size_t write = index_of(plan, TaskKind::write_gradient);

@@ -66,23 +66,30 @@ Layout two_stages() {
                 {{.units = {0}}, {.units = {1}, .carry_bytes = 4096}}, kChunkQuantum);
 }
 
-std::vector<TaskRecord> computed(Device& device, const std::function<void()>& compute) {
+// An evaluation of both stages, each of which does `compute`. The device may still be at it.
+struct Evaluation {
+  Evaluation(Device& device, const std::function<void()>& compute)
+      : executor(Executor::create(device, nullptr, layout, arrangement, {.record = true}).value()) {
+    executor->append(Planner(layout, arrangement).evaluate(1), nullptr);
+    for (const int stage : {0, 1}) {
+      EXPECT_TRUE(executor->enter(stage, Pass::evaluate, 0).ok());
+      compute();
+      EXPECT_FALSE(executor->leave());
+    }
+  }
   const Layout layout = two_stages();
   const Arrangement arrangement =
       arrange(layout, {.host_budget = 64 << 20, .device_budget = 64 << 20, .storage = false, .train = false}).value();
-  const auto executor = Executor::create(device, nullptr, layout, arrangement, {.record = true}).value();
-  Planner planner(layout, arrangement);
-  executor->append(planner.evaluate(1), nullptr);
-  for (const int stage : {0, 1}) {
-    EXPECT_TRUE(executor->enter(stage, Pass::evaluate, 0).ok());
-    compute();
-    EXPECT_FALSE(executor->leave());
-  }
-  EXPECT_FALSE(executor->drain());
+  const std::unique_ptr<Executor> executor;
+};
+
+std::vector<TaskRecord> computed(Device& device, const std::function<void()>& compute) {
+  const Evaluation evaluation(device, compute);
+  EXPECT_FALSE(evaluation.executor->drain());
   std::vector<TaskRecord> tasks;
-  for (const TaskRecord& record : executor->take_records())
+  for (const TaskRecord& record : evaluation.executor->take_records())
     if (record.lane == Lane::compute) tasks.push_back(record);
-  EXPECT_TRUE(executor->take_records().empty());
+  EXPECT_TRUE(evaluation.executor->take_records().empty());
   return tasks;
 }
 
@@ -103,24 +110,16 @@ TEST(DeviceClock, OfTheCallingThreadIsTheCallers) {
 
 TEST(DeviceClock, FinishUpdatesWaitsForWhatTheDeviceComputes) {
   const auto device = open_cpu_device({.async_compute = true});
-  const Layout layout = two_stages();
-  const Arrangement arrangement =
-      arrange(layout, {.host_budget = 64 << 20, .device_budget = 64 << 20, .storage = false, .train = false}).value();
-  const auto executor = Executor::create(*device, nullptr, layout, arrangement, {}).value();
-  Planner planner(layout, arrangement);
-  executor->append(planner.evaluate(1), nullptr);
   std::atomic<int> computed = 0;
-  for (const int stage : {0, 1}) {
-    ASSERT_TRUE(executor->enter(stage, Pass::evaluate, 0).ok());
+  const Evaluation evaluation(*device, [&] {
     device->enqueue(StreamId::compute, [&](const DeviceQueue&) {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       ++computed;
     });
-    ASSERT_FALSE(executor->leave());
-  }
-  ASSERT_FALSE(executor->finish_updates());
+  });
+  ASSERT_FALSE(evaluation.executor->finish_updates());
   EXPECT_EQ(computed, 2);
-  EXPECT_FALSE(executor->drain());
+  EXPECT_FALSE(evaluation.executor->drain());
 }
 
 // Both micro-batches of two stages, forward and backward, enqueued long before the device computes them: what the

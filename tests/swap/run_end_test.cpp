@@ -18,23 +18,13 @@
 #include "tests/support/faulty_backend.h"
 #include "tests/support/forwarding_device.h"
 #include "tests/support/temp_dir.h"
+#include "tests/swap/sparse_stages.h"
 
 namespace tierflow::swap {
 namespace {
 
 using std::chrono::milliseconds;
 using testing::Fault;
-
-// Two stages with a unit of two chunks each, and sparse chunks beside those of the first.
-Layout two_stages() {
-  const GroupShape dense{.elements = 80 * 1024, .state_bytes_element = 4, .precision = "a"};
-  GroupShape sparse = dense;
-  sparse.elements = 2 * kSparseQuantum;
-  sparse.sparse_elements = kSparseQuantum;
-  return {{{.name = "first", .groups = {dense, sparse}}, {.name = "last", .groups = {dense}}},
-          {{.units = {0}}, {.units = {1}, .carry_bytes = kSector}},
-          kChunkQuantum};
-}
 
 // Answers one of its calls with an error.
 struct Answering final : UpdateWork {
@@ -158,7 +148,7 @@ class RunEnd : public ::testing::Test {
     });
   }
 
-  const Layout layout_ = two_stages();
+  const Layout layout_ = sparse_stages();
   Arrangement arrangement_;
   FailingDevice device_;
   std::shared_ptr<Answering> work_ = std::make_shared<Answering>();

@@ -3,11 +3,11 @@
 #include <gmock/gmock.h>
 
 #include <algorithm>
-#include <stdexcept>
 #include <utility>
 
 #include "swap/arrange.h"
 #include "swap/visit_check.h"
+#include "tests/swap/damaged_plan.h"
 
 namespace tierflow::swap {
 namespace {
@@ -15,16 +15,6 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-std::size_t last_of(const Plan& plan, TaskKind kind) {
-  for (std::size_t at = plan.tasks.size(); at-- > 0;)
-    if (plan.tasks[at].kind == kind) return at;
-  throw std::logic_error(std::string("the plan has no ") + task_name(kind));
-}
-// The plan ends before the last task of this kind.
-Plan cut(Plan plan, TaskKind kind) {
-  plan.tasks.resize(last_of(plan, kind));
-  return plan;
-}
 // Another task at the end, behind all others.
 Plan with(Plan plan, Task task) {
   task.dependencies.clear();
@@ -167,12 +157,7 @@ TEST_F(VisitRules, AGradientLeavesOnce) {
 }
 TEST_F(VisitRules, AGradientIsStoredBehindItsMeasurement) {
   Plan plan = planner_.visit(backward());
-  const std::size_t write = last_of(plan, TaskKind::write_gradient);
-  Task &later = plan.tasks[write], &earlier = plan.tasks[write - 1];
-  ASSERT_EQ(earlier.kind, TaskKind::measure);
-  std::swap(earlier, later);
-  std::erase(earlier.dependencies, plan.first_id + write - 1);
-  earlier.dependencies.insert(earlier.dependencies.end(), later.dependencies.begin(), later.dependencies.end());
+  ASSERT_NO_FATAL_FAILURE(store_before_measuring(plan, last_of(plan, TaskKind::write_gradient)));
   EXPECT_THAT(said_of(plan, backward()), HasSubstr("the gradient has not been measured"));
 }
 TEST_F(VisitRules, ASumIsStoredWithItsLowWords) {

@@ -10,22 +10,12 @@
 #include "tests/support/faulty_backend.h"
 #include "tests/support/forwarding_device.h"
 #include "tests/support/temp_dir.h"
+#include "tests/swap/sparse_stages.h"
 
 namespace tierflow::swap {
 namespace {
 
 using testing::Fault;
-
-// Two stages with a unit of two chunks each, and sparse chunks beside those of the first.
-Layout two_stages() {
-  const GroupShape dense{.elements = 80 * 1024, .state_bytes_element = 4, .precision = "a"};
-  GroupShape sparse = dense;
-  sparse.elements = 2 * kSparseQuantum;
-  sparse.sparse_elements = kSparseQuantum;
-  return {{{.name = "first", .groups = {dense, sparse}}, {.name = "last", .groups = {dense}}},
-          {{.units = {0}}, {.units = {1}, .carry_bytes = kSector}},
-          kChunkQuantum};
-}
 
 // Whatever is updated consists of `brings` afterwards.
 struct Filling final : UpdateWork {
@@ -113,7 +103,7 @@ class WriteBack : public ::testing::Test {
   }
 
   static constexpr int kHeld = 4;  // a chunk of the last unit
-  const Layout layout_ = two_stages();
+  const Layout layout_ = sparse_stages();
   const testing::TempDir folder_;
   std::shared_ptr<testing::FaultPlan> plan_ = std::make_shared<testing::FaultPlan>();
   LosableDevice device_;
