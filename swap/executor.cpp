@@ -48,10 +48,8 @@ void Executor::Impl::start() {
 void Executor::Impl::stop() {
   {
     std::unique_lock lock(mutex);
-    inside = false;
-    if (!error && unfinished != 0) error = {.kind = io::ErrorKind::cancelled, .detail = "the run was stopped"};
-    for (auto& wake : lane_wakes) wake.notify_all();
-    // Tasks that were never entered stay in the compute queue: nobody waits for them.
+    // Tasks that have not begun stay in their queues: nobody waits for them.
+    if (!error) error = {.kind = io::ErrorKind::cancelled, .detail = "the run was stopped"};
     client_wakes.wait(lock, [this] { return in_flight == 0; });
     stopping = true;
     for (auto& wake : lane_wakes) wake.notify_all();
@@ -115,10 +113,7 @@ void Executor::Impl::account(TaskId id, const Node& at) {
 
 void Executor::Impl::finish(TaskId id, io::Error task_error) {
   std::lock_guard lock(mutex);
-  if (task_error && !error) {
-    error = std::move(task_error);
-    for (auto& wake : lane_wakes) wake.notify_all();
-  }
+  if (task_error && !error) error = std::move(task_error);
   --in_flight;
   Node& at = node(id);
   if (!at.on_device) return finish_locked(id);
@@ -254,7 +249,6 @@ io::Error Executor::drain() {
 void Executor::fail(io::Error error) {
   std::lock_guard lock(impl_->mutex);
   if (!impl_->error) impl_->error = std::move(error);
-  for (auto& wake : impl_->lane_wakes) wake.notify_all();
   impl_->client_wakes.notify_all();
 }
 

@@ -63,7 +63,7 @@ struct Executor::Impl {
   Node& node(TaskId id) { return window[id - base]; }
   bool ready(Lane lane) {
     auto& queue = queues[index_of(lane)];
-    return !queue.empty() && (error || (node(queue.front()).waiting == 0 && !(is_copy(lane) && full(stream_of(lane)))));
+    return !error && !queue.empty() && node(queue.front()).waiting == 0 && !(is_copy(lane) && full(stream_of(lane)));
   }
   static bool is_copy(Lane lane) { return lane == Lane::upload || lane == Lane::download; }
   static StreamId stream_of(Lane lane) { return lane == Lane::upload ? StreamId::upload : StreamId::download; }

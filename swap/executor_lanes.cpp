@@ -36,10 +36,6 @@ void Executor::Impl::lane_loop(Lane lane) {
     queues[index_of(lane)].pop_front();
     Node& at = node(id);
     at.begin = now();
-    if (error) {
-      finish_locked(id);
-      continue;
-    }
     ++in_flight;
     lock.unlock();
     if (options.chaos_seed != 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
