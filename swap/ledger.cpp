@@ -166,10 +166,13 @@ void Ledger::read_device(std::uint64_t begin, std::uint64_t bytes, const Content
   if (!in_arena(begin, bytes)) return;
   // A chunk's part of a gradient sum is read by itself.
   auto at = device_.upper_bound(begin);
-  if (at == device_.begin()) return wrong("reads device memory that nothing has written");
-  for (at = std::prev(at); at != device_.end() && at->first < begin + bytes; ++at)
+  if (at != device_.begin() && std::prev(at)->second.end > begin) --at;
+  std::uint64_t written = begin;  // all bytes before it
+  for (; at != device_.end() && at->first <= written && written < begin + bytes; ++at) {
     read(at->second, expected, "the device", begin, begin + bytes);
-  if (std::prev(at)->second.end < begin + bytes) wrong("reads device memory that nothing has written");
+    written = at->second.end;
+  }
+  if (written < begin + bytes) wrong("reads device memory that nothing has written");
 }
 
 bool Ledger::reads_again(std::uint64_t begin, std::uint64_t bytes) {

@@ -142,6 +142,10 @@ TEST_F(LedgerTest, WhatIsReadWasWrittenAndHoldsWhatIsNeeded) {
   EXPECT_THAT(wrong({{{}, read(0, 10)}}), HasSubstr("reads device memory that nothing has written"));
   EXPECT_THAT(wrong({{{}, write(20, 80)}, {{10}, read(0, 30)}}), HasSubstr("nothing has written"));
   EXPECT_THAT(wrong({{{}, write(0, 100)}, {{10}, read(0, 101)}}), HasSubstr("nothing has written"));
+  EXPECT_THAT(wrong({{{}, write(0, 100)}, {{}, write(101, 9)}, {{10, 11}, read(0, 110)}}),  // a byte between two
+              HasSubstr("nothing has written"));
+  EXPECT_THAT(wrong({{{}, write(0, 100)}, {{}, write(101, 9)}, {{10, 11}, read(100, 10)}}),
+              HasSubstr("nothing has written"));
   EXPECT_THAT(wrong({{{}, write(0, 100)}, {{10}, read(0, 100, kOther)}}),
               HasSubstr("the device does not hold what it needs"));
   EXPECT_EQ(wrong({{{}, write(0, 100)}, {{10}, write(100, 50)}, {{11}, read(20, 130)}}), "");  // two that touch
