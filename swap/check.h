@@ -62,7 +62,6 @@ class PlanChecker {
   void read_weights(std::uint64_t begin, int unit);
   void catch_up(const Task& task);
   void commit();
-  void expect_applied(int chunk);
   void update_on_device(const Task& task);
   void keep_gradient(const Task& task);
   bool has_slot(const Task& task) const;

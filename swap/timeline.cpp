@@ -38,8 +38,7 @@ void explain(const TaskRecord& waited, double begin, double end, const RecordsBy
     const TaskRecord* last = nullptr;
     for (TaskId id : at->dependencies)
       if (const TaskRecord* before = records.find(id); before != nullptr)
-        if (before->lane != Lane::compute && before->end > begin && (last == nullptr || before->end > last->end))
-          last = before;
+        if (before->end > begin && (last == nullptr || before->end > last->end)) last = before;
     if (last == nullptr) break;
     const double from = std::max(begin, std::min(end, last->begin));
     if (end > from) stalls.push_back({from, end, last->lane, last->kind});

@@ -24,7 +24,7 @@ void UpdateRules::changed(int chunk) {
 void UpdateRules::go_back(int chunk) {
   --version_[chunk];
   for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state})
-    if (!arrangement_.stays(kind, chunk)) ledger_.stored(kind, chunk).content.version = version_[chunk];
+    ledger_.stored(kind, chunk).content.version = version_[chunk];
 }
 
 void UpdateRules::commit(const std::vector<int>& versions) {

@@ -219,7 +219,7 @@ Plan VisitPlanner::commit() {
 Plan VisitPlanner::apply_owed(int unit) {
   current_.stage = -1;
   emitter_.serve(Pass::forward);
-  if (owes(unit)) fetcher_.apply_owed(unit);
+  fetcher_.apply_owed(unit);
   return emitter_.take();
 }
 
