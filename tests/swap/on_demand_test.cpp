@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <functional>
 #include <random>
 
 #include "swap/arrange.h"
@@ -287,6 +288,27 @@ TEST(OnDemand, RefusesWhatNobodyArranged) {
   EXPECT_NE(refused({1, 2}).find("16384 bytes"), std::string::npos);
   planner.close();
   EXPECT_NE(refused({1}).find("no visit"), std::string::npos);
+}
+
+TEST(OnDemand, NothingIsNeededBehindAVisitsEnd) {
+  const std::vector<UnitShape> units(
+      2, {.name = "unit", .groups = {{.elements = 4096, .state_bytes_element = 4, .precision = "a"}}});
+  const Layout layout(units, {{.units = {0}, .on_demand = {1}}}, kChunkQuantum);
+  const Arrangement arrangement =
+      arrange(layout, {.host_budget = 8 << 20, .device_budget = 8 << 20, .sums = true}).value();
+  const std::pair<const char*, std::function<void(VisitPlanner&)>> ends[] = {
+      {"close", [](VisitPlanner& planner) { planner.close(); }},
+      {"owe", [](VisitPlanner& planner) { planner.owe({}); }},
+      {"drop", [](VisitPlanner& planner) { planner.drop(0); }},
+      {"apply_owed", [](VisitPlanner& planner) { planner.apply_owed(0); }},
+      {"commit", [](VisitPlanner& planner) { planner.commit(); }}};
+  for (const auto& [name, end] : ends) {
+    VisitPlanner planner(layout, arrangement);
+    planner.visit({.stage = 0, .gradients = {false}});
+    EXPECT_TRUE(planner.need({.units = {1}, .gradients = {false}}).ok());
+    end(planner);
+    EXPECT_FALSE(planner.need({.units = {1}, .gradients = {false}}).ok()) << name;
+  }
 }
 
 }  // namespace

@@ -291,6 +291,34 @@ TEST(Planner, SavedActivationsComeAheadOfOtherWeightsAndUpdates) {
   EXPECT_GT(followed, 200);
 }
 
+// What the way back takes first comes while the last stage is computed.
+TEST(Planner, SavedActivationsComeBesideTheHead) {
+  const Shapes shapes = equal_units(4);
+  const Layout layout(shapes.units, shapes.stages, kChunkQuantum);
+  const Arrangement made = arrange(layout, {.host_budget = 64 << 20,
+                                            .device_budget = 64 << 20,
+                                            .swapped_bytes = {0, 8192, 8192, 0},
+                                            .swap_to_host = 4,
+                                            .micro_batches = 2})
+                               .value();
+  const std::vector<Task> tasks = Planner(layout, made).train_step(false).tasks;
+  const auto load = std::ranges::find(tasks, TaskKind::load_activations, &Task::kind);
+  ASSERT_NE(load, tasks.end());
+  EXPECT_LT(load, std::ranges::find_if(tasks, [](const Task& task) {
+              return task.kind == TaskKind::compute && task.pass == Pass::head;
+            }));
+}
+
+TEST(Planner, FourVisitsAreFetchedAheadWhereTheyHaveRoom) {
+  const Shapes shapes = equal_units(12);
+  const Layout layout(shapes.units, shapes.stages, kChunkQuantum);
+  const Arrangement made = arrange(layout, {.host_budget = 64 << 20, .device_budget = 64 << 20}).value();
+  const std::vector<Task> tasks = Planner(layout, made).evaluate(1).tasks;
+  const auto compute = std::ranges::find(tasks, TaskKind::compute, &Task::kind);
+  EXPECT_EQ(std::count_if(tasks.begin(), compute, [](const Task& task) { return task.kind == TaskKind::upload_hi; }),
+            (1 + kLookahead) * std::ssize(layout.chunks_of(0)));
+}
+
 // With another range it would wait for tasks that it has nothing to do with.
 TEST(Planner, AComputationTouchesItsSlotAndNoMore) {
   std::minstd_rand random(7);

@@ -281,5 +281,46 @@ TEST(VisitPlannerPrefetch, ReadsAheadOfTheVisit) {
   }
 }
 
+// A client that takes a step early or late has no other order because of it.
+TEST(VisitPlannerHabits, AStepIsNoDeparture) {
+  const std::vector<UnitShape> units(
+      3, {.name = "unit", .groups = {{.elements = 4096, .state_bytes_element = 4, .precision = "a"}}});
+  const Layout layout(units, {{.units = {0}}, {.units = {1}}, {.units = {2}}}, kChunkQuantum);
+  const Arrangement arrangement =
+      arrange(layout, {.host_budget = 8 << 20, .device_budget = 8 << 20, .sums = true}).value();
+  VisitPlanner planner(layout, arrangement);
+  const auto visits = [&](const std::vector<int>& stages) {
+    for (const int stage : stages) planner.visit({.stage = stage, .gradients = {false}});
+  };
+  for (int round = 0; round < 3; ++round) {
+    visits({0, 1, 2});
+    planner.owe({});
+  }
+  visits({0, 1, 2, 0});  // where the step came
+  visits({1});
+  planner.owe({});  // where the third stage came
+  EXPECT_EQ(planner.departures(), 0U);
+  visits({0, 2});
+  EXPECT_EQ(planner.departures(), 1U);
+}
+
+// The weights that the first visit behind a step takes are on their way when the step ends.
+TEST(VisitPlannerPrefetch, WhatFollowsAStepComesWithIt) {
+  constexpr int kStages = 6;
+  std::vector<StageShape> stages;
+  for (int unit = 0; unit < kStages; ++unit) stages.push_back({.units = {unit}});
+  const Layout layout(
+      std::vector<UnitShape>(
+          kStages, {.name = "unit", .groups = {{.elements = 70 * 1024, .state_bytes_element = 4, .precision = "a"}}}),
+      stages, kChunkQuantum);
+  const Arrangement arrangement =
+      arrange(layout, {.host_budget = 8 << 20, .device_budget = 8 * layout.unit_word_bytes(0), .sums = true}).value();
+  VisitPlanner planner(layout, arrangement);
+  for (int round = 0; round < 3; ++round) {
+    for (int stage = 0; stage < kStages; ++stage) planner.visit({.stage = stage, .gradients = {false}});
+    EXPECT_EQ(std::ranges::count(planner.owe({}).tasks, TaskKind::upload_hi, &Task::kind) != 0, round > 0) << round;
+  }
+}
+
 }  // namespace
 }  // namespace tierflow::swap
