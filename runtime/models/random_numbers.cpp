@@ -11,32 +11,30 @@ namespace {
 
 thread_local std::optional<at::Generator> own;  // of dropped(), while there is a Seeded
 
-// Calls change(generator) with torch's default generator of the device, which nobody else uses meanwhile.
-template <class Change>
-void with_default(torch::Device device, Change change) {
-  at::Generator generator = at::globalContext().defaultGenerator(device);
-  const std::scoped_lock lock(generator.mutex());
-  change(generator);
-}
-
 }  // namespace
 
 Seeded::Seeded(Draws draws, std::uint64_t seed, torch::Device device) {
   if (draws == Draws::nothing) return;
-  if (!device.is_cpu()) with_default(device, [&](at::Generator& of_card) { of_card.set_current_seed(seed); });
-  if (draws == Draws::own) {
+  if (!device.is_cpu()) seed_default(device, seed);
+  if (draws == Draws::own)
     own = at::make_generator<at::CPUGeneratorImpl>(seed);
-    return;
-  }
-  with_default(at::kCPU, [&](at::Generator& generator) {
-    before_ = generator.get_state();
-    generator.set_current_seed(seed);
-  });
+  else
+    seed_default(at::kCPU, seed);
 }
 
 Seeded::~Seeded() {
   own.reset();
-  if (before_.defined()) with_default(at::kCPU, [&](at::Generator& generator) { generator.set_state(before_); });
+  for (auto& [generator, state] : before_) {
+    const std::scoped_lock lock(generator.mutex());
+    generator.set_state(state);
+  }
+}
+
+void Seeded::seed_default(torch::Device device, std::uint64_t seed) {
+  at::Generator generator = at::globalContext().defaultGenerator(device);
+  const std::scoped_lock lock(generator.mutex());
+  before_.emplace_back(generator, generator.get_state());
+  generator.set_current_seed(seed);
 }
 
 std::tuple<torch::Tensor, torch::Tensor> dropped(const torch::Tensor& x, double p) {

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 namespace tierflow::models {
 
@@ -17,7 +19,7 @@ enum class Draws : std::uint8_t {
 
 // While one exists, what the calling thread draws begins at `seed`. Draws::own on the CPU: dropped() has a generator of
 // the thread's own, so what other threads draw changes nothing. Else torch's default generators are used: other threads
-// must not draw from them meanwhile. That of the CPU is put back at the end. One a thread.
+// must not draw from them meanwhile, and they are put back at the end. One a thread.
 class Seeded {
  public:
   Seeded(Draws draws, std::uint64_t seed, torch::Device device);
@@ -26,7 +28,10 @@ class Seeded {
   Seeded& operator=(const Seeded&) = delete;
 
  private:
-  torch::Tensor before_;  // state of the default generator of the CPU; undefined: it was left alone
+  void seed_default(torch::Device device, std::uint64_t seed);
+
+  std::vector<std::pair<at::Generator, torch::Tensor>>
+      before_;  // default generators that were seeded, and their states
 };
 
 // x with elements zeroed with probability p, the others scaled by 1/(1-p), and the mask of those that stay: bits and
