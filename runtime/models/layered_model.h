@@ -165,6 +165,9 @@ class LayeredModel {
   virtual std::unique_ptr<KeptActivations> restore(int stage, const Weights& weights, const Carry& carry,
                                                    const Shared& shared, std::vector<torch::Tensor> essentials) const;
 
+  // Bytes of what stages read besides weights and their input and what stays in device memory while the model lives.
+  virtual std::uint64_t constant_bytes() const { return 0; }
+
   // What forward() and the head draw when training.
   virtual models::Draws draws() const { return models::Draws::torchs; }
 

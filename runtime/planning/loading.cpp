@@ -57,7 +57,8 @@ std::uint64_t loading_bytes(const ModelSpec& spec) {
     all_values += values;
   }
   // Those of a gradient are all there at once; a factor that is turned as it is read from a folder stays for a while.
-  return most + (of_gradient(config.init) ? all_values : first_values) + turned_factor_bytes(spec, 2);
+  return most + (of_gradient(config.init) ? all_values : first_values) + turned_factor_bytes(spec, 2) +
+         spec.source_bytes;
 }
 
 std::uint64_t turned_factor_bytes(const ModelSpec& spec, std::size_t most) {

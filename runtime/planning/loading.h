@@ -10,8 +10,8 @@ namespace tierflow {
 
 // The most bytes, besides pieces of some KiB. They hold one frozen tensor, with the values that are converted to its
 // format; or one weight in fp32, with what decomposes it (adapter_init.h), and the first values of one unit's adapters;
-// and turned_factor_bytes() of two, which alone is left where weights are stored as they come and adapters do not begin
-// with values of theirs.
+// and turned_factor_bytes() of two; and ModelSpec::source_bytes. The last two alone are left where weights are stored
+// as they come and adapters do not begin with values of theirs.
 std::uint64_t loading_bytes(const ModelSpec& spec);
 
 // The `most` largest factors, in fp32, whose elements PEFT's folder has in another order (is_turned_beside_base()), so

@@ -29,7 +29,7 @@ struct ComputeNeeds {
   std::uint64_t micro_batch_bytes = 0;  // further bytes for each micro-batch: its carry, the gradient or what a
                                         // stage in parts holds, ids and tables
 
-  std::uint64_t device_fixed = 0;  // always taken: context, kernels, handles of libraries
+  std::uint64_t device_fixed = 0;  // always taken: context, kernels, handles of libraries, a model's constants
   std::uint64_t host_fixed = 0;    // of the host budget: keys and values in RAM
   std::uint64_t held_peak = 0;     // what torch holds at that peak, with blocks cached for reuse; 0: not measured
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <set>
 
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/safetensors.h"
@@ -25,6 +26,12 @@ class ModuleModel final : public LayeredModel {
 
   const ModelSpec& spec() const override { return spec_; }
   const std::vector<std::shared_ptr<Layer>>& layers() const { return layers_; }
+  std::uint64_t constant_bytes() const override {
+    std::uint64_t bytes = 0;
+    for (const auto& layer : std::set(layers_.begin(), layers_.end()))
+      for (const torch::Tensor& buffer : layer->buffers()) bytes += buffer.nbytes();
+    return bytes;
+  }
   Shared share(const MicroBatch& batch, torch::Device device) const override { return shared_of(batch, device); }
 
   Carry forward(int stage, const Weights& weights, const Carry& carry, const Shared& shared,
@@ -78,8 +85,7 @@ class ModuleModel final : public LayeredModel {
    public:
     Bound(const ModuleModel& model, int stage, const Weights& weights, torch::Device device, bool training)
         : adapted_(model.adapted_[stage]), leaves_(model.layers_[stage]->parameters()) {
-      for (torch::Tensor& buffer : model.layers_[stage]->buffers())
-        if (buffer.device() != device) buffer.set_data(buffer.to(device));
+      move_buffers(*model.layers_[stage], device);
       for (std::size_t i = 0; i < leaves_.size(); ++i) {
         leaves_[i].set_data(weights[i]);
         leaves_[i].mutable_grad().reset();
@@ -120,6 +126,12 @@ class ModuleModel final : public LayeredModel {
       adapted_[stage].push_back(
           {std::move(linear), models::Adapter(index, module.key()), models::Linear(index, module.key())});
     }
+  }
+  // They stay there for all computations that follow, so the copies are ordinary tensors also where none is now.
+  static void move_buffers(const Layer& layer, torch::Device device) {
+    const c10::InferenceMode ordinary(false);
+    for (torch::Tensor& buffer : layer.buffers())
+      if (buffer.device() != device) buffer.set_data(buffer.to(device));
   }
   static torch::Tensor scalar_loss(const Carry& carry) {
     if (carry.size() != 1 || carry[0].numel() != 1)
@@ -164,7 +176,18 @@ void prepare(const std::string& name, Layer& layer) {
   }
 }
 
-// Weights of the modules that the factories make, one module at a time.
+// Bytes that a layer takes while its weights are read: as it was made, with copies of its parameters in fp32 and of the
+// buffers that it is compared with, which may be on a card.
+std::uint64_t bytes_while_read(const Layer& layer) {
+  std::uint64_t bytes = 0;
+  for (const torch::Tensor& values : layer.parameters())
+    bytes += values.nbytes() + (values.scalar_type() == torch::kFloat32 ? 0 : 4 * values.numel());
+  for (const torch::Tensor& values : layer.buffers()) bytes += 2 * values.nbytes();
+  return bytes;
+}
+
+// Weights of the modules that the factories make, one module at a time. After the last element of its last tensor was
+// read a module is dropped.
 class FactoryWeights {
  public:
   FactoryWeights(std::vector<std::pair<std::string, LayerFactory>> layers,
@@ -178,6 +201,8 @@ class FactoryWeights {
       const std::string layer = tensor.name.substr(0, tensor.name.size() - tensor.role.size() - 1);
       if (layer != held_name_) make(layer);
       values = held_.at(tensor.role);
+      if (first + out.size() == static_cast<std::uint64_t>(values.numel())) unread_.erase(tensor.role);
+      if (unread_.empty()) drop();
     }
     const torch::NoGradGuard no_grad;
     const auto part = values.narrow(0, static_cast<std::int64_t>(first), static_cast<std::int64_t>(out.size()));
@@ -185,8 +210,13 @@ class FactoryWeights {
   }
 
  private:
-  void make(const std::string& name) {
+  void drop() {
     held_.clear();
+    unread_.clear();
+    held_name_.clear();
+  }
+  void make(const std::string& name) {
+    drop();
     for (std::size_t i = 0; i < layers_.size(); ++i) {
       if (layers_[i].first != name) continue;
       const auto layer = construct(layers_[i].second, seed_ + i);
@@ -200,6 +230,7 @@ class FactoryWeights {
                          tensor.trainable == parameter.value().requires_grad();
                 });
         held_[parameter.key()] = parameter.value().detach().to(torch::kFloat32).contiguous().flatten();
+        unread_.insert(parameter.key());
       }
       if (!alike)
         fail_usage("layer " + name +
@@ -224,6 +255,7 @@ class FactoryWeights {
   std::mutex mutex_;
   std::string held_name_;
   std::map<std::string, torch::Tensor> held_;
+  std::set<std::string> unread_;  // of them
 };
 
 }  // namespace
@@ -290,6 +322,7 @@ Model Layers::build(std::uint64_t seed) const {
       if (name == entry.name) fail_usage("two layers are named " + name);
     if (!templates.contains(entry.shape)) {
       templates[entry.shape] = construct(entry.factory, seed + index);
+      spec.source_bytes = std::max(spec.source_bytes, bytes_while_read(*templates[entry.shape]));
       prepare(entry.name, *templates[entry.shape]);
     }
     UnitSpec unit{.name = entry.name};
@@ -320,6 +353,9 @@ Model Layers::load(const std::filesystem::path& folder) const {
   Model model = build();
   const auto checkpoint = std::make_shared<const Checkpoint>(Checkpoint::open(folder));
   check_tensors(model.spec(), *checkpoint);
+  ModelSpec read_in_pieces = model.spec();
+  read_in_pieces.source_bytes = 0;
+  model.layers = own_layers_as(*model.layers, read_in_pieces);
   model.weights = [checkpoint](const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
     checkpoint->read_f32(tensor, first, out);
   };

@@ -40,8 +40,9 @@ class Layers {
   // masks). Throws Exception (kind usage) if count is less than 1.
   Layers& repeat(int count, const std::string& name, const LayerFactory& factory);
 
-  // The model for a session. Factories run again while weights are loaded; torch's default generator then begins at
-  // seed + index of the layer, and is put back. Throws Exception (kind usage) for a name that is empty or that two
+  // The model for a session. Factories run again while weights are loaded, one layer at a time, which takes as much of
+  // the host budget as the largest layer in fp32; torch's default generator then begins at seed + index of the layer,
+  // and is put back. Throws Exception (kind usage) for a name that is empty or that two
   // layers have, for a parameter that is not floating-point or that a layer has twice, and where layers of a repeat()
   // differ.
   Model build(std::uint64_t seed = 0) const;

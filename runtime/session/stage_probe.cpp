@@ -346,7 +346,7 @@ ProbedModel StageProbe::pass(std::int64_t micro_batch, std::int64_t sequence_len
     }
     d_carry = seen[kinds[stage]].out;
   }
-  result.needs.device_fixed = memory_.fixed();
+  result.needs.device_fixed = memory_.fixed() + model_.constant_bytes();
   result.stage_peaks = peaks_;
   result.needs.stage_peak = *std::max_element(peaks_.begin(), peaks_.end());
   result.spread = timed_seconds_ > 0 ? spread_seconds_ / timed_seconds_ : 0;

@@ -150,6 +150,7 @@ struct ModelSpec {
   std::vector<UnitSpec> units;
   std::vector<StageSpec> stages;  // embedding, blocks in order, head
   Tiling tiling;
+  std::uint64_t source_bytes = 0;  // the most host memory that the source of its first weights takes while they load
   std::int64_t parameters() const;
 };
 

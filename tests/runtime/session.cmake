@@ -28,8 +28,8 @@ tierflow_test(session_test BY_SUITE LIBRARIES tierflow::session SOURCES
   device/device_memory_test.cpp)
 set_source_files_properties(session/golden_losses_test.cpp PROPERTIES COMPILE_DEFINITIONS TIERFLOW_GOLDEN_LOSSES="${CMAKE_CURRENT_SOURCE_DIR}/session/golden/losses.txt")
 
-tierflow_test(gpu_test BY_SUITE LABELS gpu LIBRARIES tierflow::session SOURCES session/gpu_test.cpp models/dense_weights_gpu_test.cpp
-  models/attention_gpu_test.cpp models/row_kernels_gpu_test.cpp)
+tierflow_test(gpu_test BY_SUITE LABELS gpu LIBRARIES tierflow::session SOURCES session/gpu_test.cpp session/own_layers_gpu_test.cpp
+  models/dense_weights_gpu_test.cpp models/attention_gpu_test.cpp models/row_kernels_gpu_test.cpp)
 tierflow_test(experts_on_demand_test BY_SUITE LIBRARIES tierflow::session SOURCES session/experts_on_demand_test.cpp)
 tierflow_test(own_layers_test BY_SUITE LIBRARIES tierflow::session SOURCES session/own_layers_test.cpp session/own_layers_rules_test.cpp
   session/outer_adapters_test.cpp)

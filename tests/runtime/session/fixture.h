@@ -85,6 +85,7 @@ class ForwardingModel : public LayeredModel {
  public:
   explicit ForwardingModel(std::unique_ptr<LayeredModel> model) : model_(std::move(model)) {}
   const ModelSpec& spec() const override { return model_->spec(); }
+  std::uint64_t constant_bytes() const override { return model_->constant_bytes(); }
   models::Draws draws() const override { return model_->draws(); }
   bool can_keep(int stage) const override { return model_->can_keep(stage); }
   Shared share(const MicroBatch& batch, torch::Device device) const override {

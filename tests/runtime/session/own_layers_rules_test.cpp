@@ -1,10 +1,8 @@
 // What a user's own layers may be and do, and what a session says where they may not.
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
-#include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/dropout.h>
-#include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/utils.h>
 
@@ -14,31 +12,12 @@
 #include <thread>
 
 #include "runtime/device/device_memory.h"
-#include "runtime/session/layers.h"
 #include "tests/runtime/expect.h"
 #include "tests/runtime/session/fixture.h"
+#include "tests/runtime/session/small_layers.h"
 
 namespace tierflow::testing {
 namespace {
-
-constexpr int kWidth = 32, kVocabulary = 96;
-
-struct Table : Layer {
-  torch::nn::Embedding table = register_module("table", torch::nn::Embedding(kVocabulary, kWidth));
-  Carry forward(const Carry&, const Shared& shared) override { return {table(shared.ids)}; }
-};
-struct Product : Layer {
-  torch::nn::Linear product = register_module("product", torch::nn::Linear(kWidth, kWidth));
-  Carry forward(const Carry& carry, const Shared&) override { return {carry[0] + product(carry[0])}; }
-};
-struct Loss : Layer {
-  torch::nn::Linear out = register_module("out", torch::nn::Linear(kWidth, kVocabulary));
-  Carry forward(const Carry& carry, const Shared& shared) override {
-    const auto sum = torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum);
-    return {torch::nn::functional::cross_entropy(out(carry[0]).to(torch::kFloat32).flatten(0, 1),
-                                                 shared.labels.flatten(), sum)};
-  }
-};
 
 template <class Middle, class Last = Loss>
 Layers layers(const std::string& name = "middle") {
@@ -84,6 +63,56 @@ struct WithBuffers : Product {
 
 TEST(OwnLayerRules, BuffersKeepTheirTypes) {
   session_of<WithBuffers>()->step(batches(2, 0));
+}
+
+// As its refusal says; so much works.
+std::uint64_t least_device_memory(const Model& model) {
+  SessionOptions options = resident(2);
+  options.device_memory = 1;
+  std::string refusal;
+  try {
+    Session(model, options);
+  } catch (const Exception& error) {
+    refusal = error.what();
+  }
+  const std::string said = "the smallest that works is ";
+  options.device_memory = std::stoull(refusal.substr(refusal.find(said) + said.size())) * 1024;
+  Session(model, options).step(batches(2, 0));
+  return options.device_memory;
+}
+
+TEST(OwnLayerRules, APlanHasRoomForBuffersOnce) {
+  const auto repeated = [](const LayerFactory& middle) {
+    return Layers()
+        .add("table", [] { return std::make_shared<Table>(); })
+        .repeat(3, "middle", middle)
+        .add("head", [] { return std::make_shared<Loss>(); })
+        .build(9);
+  };
+  const std::uint64_t without = least_device_memory(repeated([] { return std::make_shared<Product>(); }));
+  const std::uint64_t with = least_device_memory(repeated([] { return std::make_shared<WithTable>(); }));
+  EXPECT_GE(with, without + kTableBytes);
+  EXPECT_LT(with, without + kTableBytes + kMiB);
+}
+
+struct WideLoss : Loss {
+  WideLoss() { register_parameter("unused", torch::zeros({1 << 20}), false); }
+};
+
+// Of a layer that its factory made for its weights nothing stays, and the host budget has room for it.
+TEST(OwnLayerRules, ALayerInFp32IsHeldWhileItIsReadAlone) {
+  constexpr std::uint64_t kLayer = 4 << 20;
+  const Folder folder;
+  const Model model = layers<Product, WideLoss>().build(9);
+  const std::uint64_t before = DeviceMemory::install().stats().used;
+  const auto session = std::make_unique<Session>(model, resident(2));
+  EXPECT_LT(DeviceMemory::install().stats().used, before + kLayer / 2);
+  expect_usage({"host"}, [&] {
+    SessionOptions options = streamed(resident(2), folder);
+    options.device_memory += 4 * kLayer;
+    options.host_memory += kLayer / 2;
+    Session(model, options);
+  });
 }
 
 struct WithInteger : Product {
