@@ -58,50 +58,50 @@ endif()
 target_precompile_headers(tierflow_session REUSE_FROM tierflow_models)
 set_source_files_properties(state/chunk_work.cpp state/optimizer_work.cpp stream/stream_work.cpp PROPERTIES SKIP_PRECOMPILE_HEADERS ON)
 if(TIERFLOW_TOGETHER)
-  tierflow_together(session
+  tierflow_together(tierflow_session
     session/session.cpp
     session/session_rows.cpp
     session/session_setup.cpp
     session/session_speculation.cpp
     session/window.cpp
     session/window_sum.cpp)
-  tierflow_together(session
+  tierflow_together(tierflow_session
     session/expert_places.cpp
     session/session_balance.cpp
     session/session_batches.cpp
     session/session_export.cpp
     session/session_on_demand.cpp
     session/session_passes.cpp)
-  tierflow_together(session
+  tierflow_together(tierflow_session
     session/profiler.cpp
     session/stage_probe.cpp
     session/stage_profiler.cpp)
-  tierflow_together(session
+  tierflow_together(tierflow_session
     session/layers.cpp
     session/model_sources.cpp
     state/streamed_state.cpp
     state/words_ahead.cpp)
-  tierflow_together(session
+  tierflow_together(tierflow_session
     session/adapter_factors.cpp
     session/adapter_folder.cpp
     session/adapter_init.cpp
     session/adapters.cpp
     session/gradient_init.cpp)
-  tierflow_together(session
+  tierflow_together(tierflow_session
     session/generator.cpp
     session/merge.cpp
     session/sampler.cpp
     session/schedule.cpp
     state/model_extents.cpp)
-  tierflow_together(session
+  tierflow_together(tierflow_session
     batches/data_batches.cpp
     batches/teacher_batches.cpp
     optimizer/adamw8bit.cpp)
-  tierflow_together(session
+  tierflow_together(tierflow_session
     stream/stream_state.cpp
     stream/durable_store.cpp
     device/tensor_slot.cpp)
-  tierflow_together(session
+  tierflow_together(tierflow_session
     stream/streamer.cpp
     stream/streamer_plan.cpp
     stream/streamer_saving.cpp
@@ -137,24 +137,24 @@ target_link_libraries(tierflow_commands PUBLIC tierflow::session tierflow::plan 
 target_compile_options(tierflow_commands PRIVATE -O1)  # reads options and prints
 target_precompile_headers(tierflow_commands PRIVATE <ATen/core/Tensor.h> <fmt/format.h> <nlohmann/json.hpp>)
 if(TIERFLOW_TOGETHER)
-  tierflow_together(commands
+  tierflow_together(tierflow_commands
     program/document_scores.cpp
     program/eval.cpp
     program/forecast.cpp
     program/generate.cpp
     program/run_common.cpp
     program/run_result.cpp)
-  tierflow_together(commands
+  tierflow_together(tierflow_commands
     program/distillation_run.cpp
     program/preference_run.cpp
     program/samples.cpp
     program/teacher_pass.cpp)
-  tierflow_together(commands
+  tierflow_together(tierflow_commands
     program/export_beside.cpp
     program/live_text.cpp
     program/run_identity.cpp
     program/run_record.cpp)
-  tierflow_together(commands
+  tierflow_together(tierflow_commands
     program/held_out.cpp
     program/left_run.cpp
     program/profile_job.cpp

@@ -16,6 +16,7 @@ add_executable(models_test
   models/row_lanes_test.cpp
   models/step_test.cpp
   models/tiles_test.cpp)
+tierflow_in_batches(models_test 4 "_test[.]cpp$")
 target_link_libraries(models_test PRIVATE GTest::gmock GTest::gtest_main)
 add_test(NAME models_test COMMAND models_test)
 # Many small parallel regions: on a busy machine threads that spin at their ends would wait for one another.

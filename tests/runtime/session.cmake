@@ -26,6 +26,14 @@ tierflow_test(session_test BY_SUITE LIBRARIES tierflow::session SOURCES
   session/distillation_test.cpp
   device/default_stream_test.cpp
   device/device_memory_test.cpp)
+if(TIERFLOW_TOGETHER)
+  tierflow_together(session_test batches/data_batches_test.cpp state/streamed_state_test.cpp stream/streamer_test.cpp session/session_test.cpp)
+  tierflow_together(session_test session/adapters_test.cpp session/adapter_memory_test.cpp session/reference_test.cpp optimizer/adamw8bit_test.cpp)
+  tierflow_together(session_test session/packed_test.cpp session/mixture_test.cpp session/window_test.cpp)
+  tierflow_together(session_test session/device_state_test.cpp session/window_reference_test.cpp session/profiler_test.cpp session/generate_test.cpp)
+  tierflow_together(session_test session/memory_test.cpp session/talk_test.cpp session/dropout_test.cpp session/distillation_test.cpp)
+  tierflow_together(session_test session/updates_test.cpp session/embedding_rows_test.cpp device/default_stream_test.cpp device/device_memory_test.cpp)
+endif()
 set_source_files_properties(session/golden_losses_test.cpp PROPERTIES COMPILE_DEFINITIONS TIERFLOW_GOLDEN_LOSSES="${CMAKE_CURRENT_SOURCE_DIR}/session/golden/losses.txt")
 
 tierflow_test(gpu_test BY_SUITE LABELS gpu LIBRARIES tierflow::session SOURCES session/gpu_test.cpp session/own_layers_gpu_test.cpp
