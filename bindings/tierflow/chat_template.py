@@ -112,7 +112,8 @@ class ChatTemplate:
             raise
         except Exception as error:
             if type(error).__name__ == "TemplateSyntaxError":
-                raise Refusal(self.folder, f"has a chat template that is no template: {one_line(error)}") from None
+                what = "has a chat template that" if self.text is None else "the chat template given in place of its own"
+                raise Refusal(self.folder, f"{what} is no template: {one_line(error)}") from None
             raise BadRow(f"the chat template refuses it: {one_line(error)}") from None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from . import _native
+from .folders import expect_model_folder
 
 IGNORED = -100
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")  # what would move a terminal's cursor
@@ -216,8 +217,7 @@ def prepare(
     if out is not None and not os.fspath(out).endswith(".tfd"):
         raise _native.UsageError(f"{out}: prepared rows are kept in a file that ends in .tfd")
     folder = pathlib.Path(model)
-    if not (folder / "config.json").is_file():
-        raise _native.InputError(f"{folder}: no config.json there")
+    expect_model_folder(folder)
     vocab_size = transformers.AutoConfig.from_pretrained(folder).get_text_config().vocab_size
     tokenizer = folder / "tokenizer.json"
     named = [files] if isinstance(files, (str, os.PathLike)) else files

@@ -1,4 +1,4 @@
-"""Folders that get their name when all that belongs in them is on the drive."""
+"""Folders of models, and folders that get their name when all that belongs in them is on the drive."""
 
 from __future__ import annotations
 
@@ -102,3 +102,11 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def expect_model_folder(path: Path) -> None:
+    """Raises InputError unless it is one."""
+    if not path.is_dir():
+        raise _native.InputError(f"{path}: there is no such folder; a model is a folder with config.json and safetensors")
+    if not (path / "config.json").is_file():
+        raise _native.InputError(f"{path}: has no config.json: a model is a folder with config.json and safetensors")

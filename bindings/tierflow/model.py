@@ -20,7 +20,7 @@ from . import _native
 from .budget import UNCONVERTED, Budget, Plan, parse_size
 from .copies import let_copy
 from .engine import Engine
-from .folders import written_to
+from .folders import expect_model_folder, written_to
 from .fused import say_what_is_fused
 from .isolation import watch
 from .keys import saved_as
@@ -238,8 +238,7 @@ def _build(path: Path, model_class: Any = None, attn_implementation: str | None 
         raise _native.UsageError("loading a model folder takes the transformers package: pip install transformers") from error
     from .attention import register
 
-    if not (path / "config.json").is_file():
-        raise _native.InputError(f"{path}: no config.json there")
+    expect_model_folder(path)
     config = transformers.AutoConfig.from_pretrained(path)
     if model_class is None:
         names = getattr(config, "architectures", None) or []

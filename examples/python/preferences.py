@@ -4,7 +4,7 @@
     python examples/python/preferences.py path/to/model pairs.tfd out --storage /mnt/nvme/run --device 8GiB --host 16GiB
 
 With --session the program's own session trains: its adapters stream too, and the reference is computed while a layer is there. Without, PEFT's adapters and
-transformers' code; the reference takes a pass of its own ahead of each step. Prints of each step the loss, and by how much chosen answers gained on rejected ones.
+transformers' code. Prints of each step the loss, and by how much chosen answers gained on rejected ones.
 Of the base that `make demo-lora` makes, with 96 of its answers chosen and always "Nobody knows that." rejected (--length 128):
 
     step 1: loss 0.6931, margin 0.000

@@ -36,6 +36,9 @@ struct DataOptions {
   std::filesystem::path tokenizer;      // a tokenizer.json; empty: bytes
   // A file of the model's tokenizer in another form: text is no bytes then, and refused. Empty: there is none.
   std::filesystem::path other_tokenizer;
+  // A model's folder without a tokenizer, where bytes are tokens although nobody asked for them and its vocabulary is
+  // larger. Empty: none.
+  std::filesystem::path lacks_tokenizer;
   std::filesystem::path python;     // interpreter with the `tokenizers` package; used with a tokenizer only
   std::filesystem::path row_cache;  // folder where prepared rows are kept for the next time; empty: cache_folder()/data
   std::filesystem::path

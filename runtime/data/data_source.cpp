@@ -177,9 +177,9 @@ std::vector<Source> list_sources(const std::vector<std::filesystem::path>& paths
     const auto kind = kind_of(path);
     if (!kind)
       fail_input(path.string(),
-                 "is of no known kind; data are .txt, .py, .md, .jsonl, .npy or .bin files, folders of these, or a "
-                 "prepared .tfd "
-                 "file");
+                 std::string("is of no known kind; data are .txt, .py, .md, .jsonl, .npy or .bin files, folders of "
+                             "these, or a prepared .tfd file") +
+                     (path.extension() == ".json" ? "; `jq -c '.[]' a.json > a.jsonl` makes lines of an array" : ""));
     sources.push_back({path, *kind});
   }
   return sources;

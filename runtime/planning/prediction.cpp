@@ -24,8 +24,7 @@ double least_on_drives(const SessionPlan& plan, const swap::MachineRates& machin
   const swap::Layout& layout = *plan.layout;
   const swap::Arrangement& at = plan.arrangement;
   // Every update reads the state that it writes, every gradient and item that is written is read.
-  std::uint64_t written = plan.writes.update + plan.writes.gradients + plan.writes.activations,
-                read = plan.writes.gradients + plan.writes.activations;
+  std::uint64_t written = plan.writes.step(), read = plan.writes.gradients + plan.writes.activations;
   std::vector<std::uint64_t> words(layout.units().size());  // by unit, on storage
   for (const swap::Chunk& chunk : layout.chunks()) {
     if (chunk.trainable && !at.stays(swap::ExtentKind::state, chunk.id)) read += chunk.state_bytes;
@@ -201,9 +200,10 @@ class Search {
   // Of `plan`.
   Prediction prediction() { return play(plan, simulator_, step.number + 1, Records::of_last); }
 
-  // Sets what `settings` does where the step is then shorter than `worthwhile` of the shortest so far.
-  template <class Settings>
-  void attempt(double worthwhile, Settings settings) {
+  // Sets what `settings` does where the step is then shorter than `worthwhile` of the shortest so far, and
+  // accepts(plan, its seconds).
+  template <class Settings, class Accepts>
+  void attempt(double worthwhile, Settings settings, Accepts accepts) {
     const SessionOptions before = options_;
     settings(options_);
     try {
@@ -214,7 +214,7 @@ class Search {
         const double shortest = worthwhile * step.seconds, longest = (1 + kSame) * shortest;
         const bool may_be = least_on_drives(tried, machine_) <= longest;
         const auto of_tried = may_be ? steady_step(tried, simulator_, longest) : std::nullopt;
-        if (of_tried && of_tried->seconds < shortest) {
+        if (of_tried && of_tried->seconds < shortest && accepts(tried, of_tried->seconds)) {
           plan = std::move(tried);
           step = *of_tried;
           return;
@@ -224,6 +224,11 @@ class Search {
       // It takes more memory than there is.
     }
     options_ = before;
+  }
+
+  template <class Settings>
+  void attempt(double worthwhile, Settings settings) {
+    attempt(worthwhile, settings, [](const SessionPlan&, double) { return true; });
   }
 
   // Of `plan`, a speculative step.
@@ -244,6 +249,8 @@ class Search {
 void choose_swaps(const SessionOptions& options, Search& search) {
   constexpr int kShares = 4;
   constexpr double kWorthwhile = 0.99;
+  // What a drive's wear is worth: so many times the part of a step's time that is saved, as a part of its writes.
+  constexpr double kMoreWritten = 5;
   const swap::Arrangement& at = search.plan.arrangement;
   const int items = static_cast<int>(at.items.size());
   const auto computed_again = static_cast<int>(std::ranges::count_if(at.items, [&](const swap::Item& item) {
@@ -252,10 +259,19 @@ void choose_swaps(const SessionOptions& options, Search& search) {
   if (computed_again == 0) return;
   // The last share is all there are: the slots take memory in which activations were kept.
   const auto share = [&](int of) { return of == kShares ? items : computed_again * of / kShares; };
+  const auto written = static_cast<double>(search.plan.writes.step());
+  const double seconds = search.step.seconds;
+  const auto worth_its_writes = [&](const SessionPlan& tried, double of_tried) {
+    const double saved = 1 - of_tried / seconds;
+    return static_cast<double>(tried.writes.step()) <= (1 + kMoreWritten * saved) * written;
+  };
+  // What the host has no room for goes to storage in both.
   for (int of = 1; of <= kShares; ++of)
-    search.attempt(kWorthwhile, [&](SessionOptions& tried) { tried.swap_to_host = share(of); });
+    search.attempt(
+        kWorthwhile, [&](SessionOptions& tried) { tried.swap_to_host = share(of); }, worth_its_writes);
   for (int of = 1; of <= kShares && !options.storage.empty(); ++of)
-    search.attempt(kWorthwhile, [&](SessionOptions& tried) { tried.swap_to_storage = share(of); });
+    search.attempt(
+        kWorthwhile, [&](SessionOptions& tried) { tried.swap_to_storage = share(of); }, worth_its_writes);
 }
 
 void choose_updates(const SessionOptions& options, const Profile& profile, Search& search) {

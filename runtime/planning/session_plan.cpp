@@ -91,7 +91,7 @@ std::uint64_t tokens_in_step(const SessionOptions& options) {
 int commit_interval(const WriteCost& writes, const swap::Layout& layout, const swap::Arrangement& at) {
   constexpr int kMost = 50;
   constexpr std::uint64_t kMemory = 3;  // times as fast as storage, at least
-  std::uint64_t step = writes.update + writes.gradients + writes.activations;
+  std::uint64_t step = writes.step();
   for (std::size_t id = 0; id < layout.chunks().size(); ++id) {
     const swap::Chunk& chunk = layout.chunks()[id];
     // Frozen words are visited forward and backward.

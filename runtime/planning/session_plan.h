@@ -47,6 +47,7 @@ struct ComputeNeeds {
 // for as many as it may use; sparse: words and state of all sparse chunks.
 struct WriteCost {
   std::uint64_t load = 0, activations = 0, gradients = 0, update = 0, deferred = 0, commit = 0, window = 0, sparse = 0;
+  std::uint64_t step() const { return update + activations + gradients; }
 };
 
 struct SessionPlan {

@@ -28,8 +28,7 @@ std::string why_staged(const SessionPlan& plan, const ModelSpec& spec) {
   if (begins_with_gradient(spec) || window_steps(spec) != 0) return "its method takes gradients ahead of steps";
   // A speculative step commits what it begins with, and writes no gradients.
   const WriteCost& writes = plan.writes;
-  const std::uint64_t staged = writes.update + writes.activations + writes.gradients;
-  if (plan.commit_every != 1 && writes.commit > writes.gradients + staged / kMoreWritten)
+  if (plan.commit_every != 1 && writes.commit > writes.gradients + writes.step() / kMoreWritten)
     return "speculative steps would write " + human_bytes(writes.commit) +
            " of what RAM and the device hold to storage, staged ones write " + human_bytes(writes.gradients) +
            " of gradients";

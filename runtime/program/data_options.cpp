@@ -23,6 +23,8 @@ std::filesystem::path other_tokenizer(const std::filesystem::path& model) {
   return {};
 }
 
+constexpr std::int64_t kVocabularyOfBytes = 1024;  // and of what stands beside them, at most
+
 DataOptions common_data_options(const DataChoice& o, const ModelSpec& spec, const std::filesystem::path& folder) {
   DataOptions data;
   data.paths = o.data;
@@ -33,6 +35,8 @@ DataOptions common_data_options(const DataChoice& o, const ModelSpec& spec, cons
     std::error_code ignored;
     if (!o.model.empty() && std::filesystem::exists(candidate, ignored)) data.tokenizer = candidate;
     if (data.tokenizer.empty()) data.other_tokenizer = other_tokenizer(o.model);
+    if (data.tokenizer.empty() && data.other_tokenizer.empty() && spec.config.vocab_size > kVocabularyOfBytes)
+      data.lacks_tokenizer = o.model;
   } else if (o.tokenizer != "bytes") {
     data.tokenizer = o.tokenizer;
   }

@@ -101,7 +101,9 @@ class Generation {
         log_(log),
         model_(with_experts_on_demand(
             load_with(options.model, options.adapter, options.base_precision, options.read_as))) {
-    tokenizer_.emplace(data_options(options, model_.spec()));
+    const DataOptions data = data_options(options, model_.spec());
+    say_if_bytes_are_tokens(data, log);
+    tokenizer_.emplace(data);
     const GenerationConfig config = read_generation_config(options.model);
     generation_ = {.sampling = sampling_of(options, config.sampling),
                    .stop_tokens = config.stop_tokens,

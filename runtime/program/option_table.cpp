@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <array>
 #include <filesystem>
+#include <string_view>
+#include <utility>
 
 #include "runtime/base/edit_distance.h"
 #include "runtime/base/exception.h"
@@ -17,7 +19,29 @@ namespace {
 
 using OrderedJson = nlohmann::ordered_json;
 
-constexpr std::size_t kLongNames = 60;  // beyond it, they do not fit a line of the help
+// In transformers, TRL and PEFT, and here.
+constexpr std::array<std::pair<std::string_view, std::string_view>, 18> kNamesElsewhere{{
+    {"per-device-train-batch-size", "micro-batch"},
+    {"gradient-accumulation-steps", "micro-batches"},
+    {"learning-rate", "lr"},
+    {"lr-scheduler-type", "lr-schedule"},
+    {"warmup-steps", "warmup"},
+    {"num-train-epochs", "epochs"},
+    {"max-steps", "steps"},
+    {"max-grad-norm", "clip"},
+    {"max-length", "sequence-length"},
+    {"max-seq-length", "sequence-length"},
+    {"output-dir", "out"},
+    {"save-steps", "export-every"},
+    {"save-total-limit", "export-keep"},
+    {"eval-steps", "eval-every"},
+    {"resume-from-checkpoint", "resume"},
+    {"lora-r", "lora-rank"},
+    {"load-best-model-at-end", "export-best"},
+    {"adam-epsilon", "eps"},
+}};
+constexpr std::uint64_t kFewestBytes = 1024;  // fewer are a number whose unit was forgotten
+constexpr std::size_t kLongNames = 60;        // beyond it, they do not fit a line of the help
 
 template <class Integer>
 OptionRow integer_row(const std::string& name, Integer& value, std::int64_t least, std::int64_t most,
@@ -101,6 +125,9 @@ void OptionTable::bytes(const std::string& name, std::uint64_t& value, const std
              const std::uint64_t bytes = words[0] == "auto" ? 0 : parse_bytes(words[0], name);
              if (bytes == 0 && words[0] != "auto")
                fail_option(name, fmt::format("is {}; give a size such as 512MiB, or auto", printable(words[0])));
+             if (bytes != 0 && bytes < kFewestBytes)
+               fail_option(name, fmt::format("is {}, which is {} bytes; give a unit, such as {}GiB",
+                                             printable(words[0]), bytes, bytes));
              value = bytes;
            },
        .get = [&value] { return OrderedJson(value == 0 ? "auto" : format_bytes(value)); }});
@@ -179,6 +206,10 @@ const OptionRow* OptionTable::find(const std::string& name) const {
 
 std::string OptionTable::suggestion(const std::string& name) const {
   if (name.size() > 64) return {};
+  std::string dashed = name;
+  std::ranges::replace(dashed, '_', '-');
+  for (const auto& [theirs, ours] : kNamesElsewhere)
+    if (dashed == theirs && find(std::string(ours)) != nullptr) return fmt::format("; here it is --{}", ours);
   const OptionRow* nearest = nullptr;
   std::size_t least = std::max<std::size_t>(2, name.size() / 3) + 1;
   for (const OptionRow& row : rows_) {

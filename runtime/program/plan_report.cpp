@@ -152,27 +152,28 @@ Json activations_json(const PlannedRun& run) {
 }
 
 Json storage_json(const PlannedRun& run) {
-  std::uint64_t weights = 0, state = 0;
+  std::uint64_t weights = 0, state = 0, second = 0, activations = 0;
   const SessionPlan& plan = run.placement.plan;
-  if (plan.stored)
+  const swap::StoreOptions options = store_options(run.spec, run.session, plan);
+  if (plan.stored) {
     for (const swap::Chunk& chunk : plan.layout->chunks()) {
       weights += chunk.word_bytes();
       state += chunk.state_bytes;
+      if (chunk.trainable && options.generations == 2) second += chunk.word_bytes() + chunk.state_bytes;
     }
-  const swap::StoreOptions options = store_options(run.spec, run.session, plan);
+    for (const std::uint64_t item : plan.arrangement.stored_activations()) activations += item;
+  }
   const std::uint64_t bytes = plan.stored ? swap::Store::bytes_needed(options, *plan.layout) : 0;
   const std::uint64_t samples = plan.cache.storage;
   return {{"bytes", bytes + samples},
           {"generations", options.generations},
           {"weights", weights},
           {"state", state},
+          {"second_generation", second},
           {"staged_gradients", waiting_gradients(plan).on_storage},
+          {"activations", activations},
           {"keys_and_values", samples},
           {"bytes_per_parameter", static_cast<double>(bytes) / static_cast<double>(run.spec.parameters())}};
-}
-
-std::uint64_t written_in_a_step(const SessionPlan& plan) {
-  return plan.writes.update + plan.writes.activations + plan.writes.gradients;
 }
 
 Json cost_json(const TuningCost& cost) {
@@ -199,7 +200,7 @@ Json galore_json(const PlannedRun& run) {
             {"trained_in_their_place", trained},
             {"projector_parameters", projectors},
             {"base_written_per_step", 0},
-            {"written_per_window", plan.writes.window + written_in_a_step(plan)}};
+            {"written_per_window", plan.writes.window + plan.writes.step()}};
   json.update(cost_json(tuning_cost(plan, run.placement.prediction)));
   json["full"] = run.full ? cost_json(*run.full) : Json();
   return json;
@@ -324,7 +325,7 @@ Json plan_json(const PlannedRun& run) {
     halves += stage.kind == StageKind::attention ? 1 : 0;
   }
   const PredictedMemory memory = predicted_memory(plan, run.session, run.spec, run.profile.model);
-  const auto in_a_step = static_cast<double>(written_in_a_step(plan));
+  const auto in_a_step = static_cast<double>(plan.writes.step());
   const std::int64_t window = window_steps(run.spec);
   const double written =
       1e-12 * (in_a_step +

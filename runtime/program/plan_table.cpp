@@ -95,10 +95,11 @@ std::string plan_text(const Json& plan) {
     row("storage", "nothing: all state is resident");
   else
     row("storage",
-        fmt::format("{}, {:.2f} bytes a parameter, {} generation{}: {} weights, {} state, {} staged gradients",
-                    size(storage["bytes"]), storage["bytes_per_parameter"].get<double>(),
-                    storage["generations"].get<int>(), storage["generations"] == 1 ? "" : "s", size(storage["weights"]),
-                    size(storage["state"]), size(storage["staged_gradients"])));
+        fmt::format("{}, {:.2f} bytes a parameter: {} weights, {} state, {} a second generation of them, {} staged "
+                    "gradients, {} activations",
+                    size(storage["bytes"]), storage["bytes_per_parameter"].get<double>(), size(storage["weights"]),
+                    size(storage["state"]), size(storage["second_generation"]), size(storage["staged_gradients"]),
+                    size(storage["activations"])));
   if (host["keys_and_values"] != 0)
     row("", fmt::format("keys and values of samples: {} in RAM, {} on storage", size(host["keys_and_values"]),
                         size(storage["keys_and_values"])));

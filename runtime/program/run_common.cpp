@@ -64,7 +64,20 @@ Model training_model(const TrainOptions& options, const ModelSpec& spec) {
   return loss_rule(options).pairs() ? without_dropout(model) : model;
 }
 
+void say_if_bytes_are_tokens(const DataOptions& options, TrainingLog& log) {
+  if (options.lacks_tokenizer.empty()) return;
+  log.say(
+      fmt::format("warning: {} has no tokenizer: each byte of a text is a token. If the model was trained with one, "
+                  "copy its tokenizer.json there; --tokenizer bytes says that bytes are meant",
+                  printable(options.lacks_tokenizer.string())));
+}
+
 Dataset prepare_data(DataOptions options, TrainingLog& log) {
+  const auto is_text = [](const std::filesystem::path& path) {
+    const std::string kind = path.extension().string();
+    return kind != ".npy" && kind != ".bin" && kind != ".tfd";
+  };
+  if (std::ranges::any_of(options.paths, is_text)) say_if_bytes_are_tokens(options, log);
   options.progress = [&log](const char* phase, std::uint64_t done, std::uint64_t total) {
     log.progress(phase, done, total);
   };

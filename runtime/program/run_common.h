@@ -19,6 +19,8 @@ Model load_with(const std::filesystem::path& model, const std::filesystem::path&
                 const std::string& base_precision, const std::string& as);
 // The model that the options train. spec: training_spec(options).
 Model training_model(const TrainOptions& options, const ModelSpec& spec);
+// Warns of DataOptions::lacks_tokenizer.
+void say_if_bytes_are_tokens(const DataOptions& options, TrainingLog& log);
 // The data, prepared; what became of them is said.
 Dataset prepare_data(DataOptions options, TrainingLog& log);
 // Says which device it is; steps in the log tell what a card does from then on.

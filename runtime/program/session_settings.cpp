@@ -82,7 +82,9 @@ SessionOptions train_settings(const TrainOptions& options, std::uint64_t device_
 SessionOptions train_settings(const TrainOptions& options, const MachineModel& machine, const Say& say) {
   const auto refuse = [&](const std::string& why) { fail_usage(fmt::format("--machine {} {}", machine.name, why)); };
   if (options.device == "cpu") refuse("computes on its card: leave out --device cpu");
-  if (!options.storage.empty()) refuse("has drives of its own: leave out --storage, and name them as in -2nvme");
+  if (!options.storage.empty())
+    refuse(machine.drives == 0 ? "names its drives itself: in place of --storage, add them to its name, as in -2nvme"
+                               : "has drives of its own: leave out --storage");
   SessionOptions result = plain_settings(options);
   result.device = "cuda";
   for (int drive = 0; drive < machine.drives; ++drive) result.storage.emplace_back(fmt::format("nvme{}", drive));

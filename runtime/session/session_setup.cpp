@@ -164,9 +164,10 @@ void Session::Impl::check_resumed(const std::string& identity) const {
   const auto then = nlohmann::json::parse(identity, nullptr, false);
   const auto now = nlohmann::json::parse(store_identity(model->spec(), options));
   const auto refuse = [&](const std::string& what) {
-    throw Exception(io::Error{.kind = io::ErrorKind::usage,
-                              .path = options.storage.front().string(),
-                              .detail = what + ": go on as that run was, or begin anew (--fresh)"});
+    throw Exception(
+        io::Error{.kind = io::ErrorKind::usage,
+                  .path = options.storage.front().string(),
+                  .detail = what + ": go on as that run was, or begin anew (--fresh), which discards its steps"});
   };
   const auto differs = [&](const std::string& key) {
     const auto before = then.value(key, nlohmann::json()), here = now.value(key, nlohmann::json());
@@ -276,7 +277,7 @@ void Session::Impl::make_key_value_store() {
 std::uint64_t Session::Impl::writes_of_next_step() const {
   // The deferred updates of the step before, if they wait, then this step's gradients and, before anything leaves the
   // session, all of its own updates.
-  const std::uint64_t step = plan.writes.update + plan.writes.activations + plan.writes.gradients;
+  const std::uint64_t step = plan.writes.step();
   // A speculative step may be done twice, and commits what it begins with.
   const std::uint64_t twice =
       plan.speculates ? plan.writes.update + plan.writes.activations + plan.writes.commit : std::uint64_t{0};

@@ -188,7 +188,12 @@ void expect_model_folder(const std::filesystem::path& folder) {
     fail_input(text, "is a file; a model is a folder with config.json and safetensors");
   if (std::filesystem::is_directory(folder, unknown) && !std::filesystem::exists(folder / "config.json", unknown) &&
       !unknown)
-    fail_input(text, "has no config.json: a model is a folder with config.json and safetensors");
+    fail_input(text, std::filesystem::exists(folder / "adapter_config.json", unknown)
+                         ? "holds adapters, which are no whole model: `tierflow merge --adapter " + text +
+                               " --out merged` makes one of them and their base; generate and eval also take --model "
+                               "BASE --adapter " +
+                               text
+                         : "has no config.json: a model is a folder with config.json and safetensors");
 }
 
 }  // namespace

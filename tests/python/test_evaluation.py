@@ -36,6 +36,22 @@ def rows(work):
     return written
 
 
+def test_a_text_whose_bytes_become_tokens_unasked_is_said(work):
+    config = json.loads((work / "config.json").read_text())
+    for vocabulary, warns in (1024, False), (1025, True):
+        (work / "config.json").write_text(json.dumps({**config, "vocab_size": vocabulary}))
+        run(work, "init", "--config", "config.json", "--out", f"model{vocabulary}")
+        tokens = work / f"model{vocabulary}.bin"
+        tokens.write_bytes(bytes(4 * 1024))
+        for words, said in ([], warns), (["--tokenizer", "bytes"], False):
+            line = f"warning: model{vocabulary} has no tokenizer: each byte of a text is a token"
+            evaluated = ["eval", "--model", f"model{vocabulary}", *small(), *words]
+            assert (line in run(work, *evaluated, "--data", "text.txt", "--max-sequences", "2").stderr) == said
+            assert line not in run(work, *evaluated, "--data", tokens).stderr
+            answer = run(work, "generate", "--model", f"model{vocabulary}", "--prompt", "A", "--max-new-tokens", "1", "--device", "cpu", *words)
+            assert (line in answer.stderr) == said
+
+
 def test_each_document_has_its_own_loss_and_accuracy(work, rows):
     import torch
     import transformers

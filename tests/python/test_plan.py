@@ -342,7 +342,8 @@ def test_plans_for_a_machine_that_is_not_here_and_names_the_source_of_each_numbe
     chosen = json.loads(run(work, *words, "--machine", "rtx4090-128gb-2nvme", "--host-memory", "64GiB", "--json").stdout)
     assert chosen["host"]["budget"] == 64 << 30
     for more, said in [(["--machine", "rtx4091-128gb"], "h100, h200, rtx3090, rtx4090, rtx5090"),
-                       (["--machine", "rtx4090-128gb", "--storage", "state"], "has drives of its own"),
+                       (["--machine", "rtx4090-128gb", "--storage", "state"], "add them to its name, as in -2nvme"),
+                       (["--machine", "rtx4090-128gb-2nvme", "--storage", "state"], "has drives of its own: leave out --storage"),
                        (["--machine", "rtx4090-128gb", "--device", "cpu"], "computes on its card"),
                        (["--machine", "rtx4090-64gb", "--host-memory", "65GiB"], "has 64.0 GiB")]:
         refused = run(work, *words, *more, ok=False)

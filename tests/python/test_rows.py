@@ -326,7 +326,7 @@ def test_what_lacks_a_tokenizer_or_a_template_says_so(base, script, tmp_path):
         assert "has a tokenizer without a chat template: name one with --chat-template" in line and f"{path}:1" not in line
     assert "--tokenizer" in script.refusal(path, tokenizer=False)
     script.template = "{% for %}"
-    assert "no template" in script.refusal(path)
+    assert "place of its own is no template" in script.refusal(path)
     script.template = "{{ raise_exception('roles must alternate') }}"
     line = script.refusal(path)
     assert f"{path}:1" in line and "roles must alternate" in line

@@ -260,7 +260,8 @@ def test_generate(model, batch):
         (lambda m: tierflow.Budget("12 parsecs", 1), "is no size"),
         (lambda m: tierflow.wrap(torch.nn.Linear(2, 2), roomy(blocks=["Absent"])), "no module of such a class"),
         (lambda m: tierflow.wrap(torch.nn.Linear(2, 2), roomy(precision="fp8")), "fp8 is unknown"),
-        (lambda m: tierflow.load("/nowhere", roomy()), "no config.json there"),
+        (lambda m: tierflow.load("/nowhere", roomy()), "/nowhere: there is no such folder; a model is a folder with config.json"),
+        (lambda m: tierflow.load("/tmp", roomy()), "/tmp: has no config.json: a model is a folder with config.json"),
     ],
 )  # fmt: skip
 def test_misuse_raises_what_to_do(misuse, text, model):

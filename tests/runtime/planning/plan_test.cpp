@@ -293,20 +293,26 @@ TEST(Prediction, UpdatesOnTheDeviceWhereTheCpuIsTheLimit) {
   }
 }
 
+// Of blocks whose activations are large and quickly moved.
+Profile profile_that_swaps(const ModelSpec& spec, std::uint64_t swapped_bytes) {
+  Profile profile = on_any_machine(profile_of(spec));
+  ModelProfile::Stage& block = profile.model.stages.at(stage_class(spec, 1));
+  block.activation_bytes = 3 << 20;
+  block.swapped_bytes = swapped_bytes;
+  block.seconds.forward_keeping = block.seconds.backward_kept = 1e-3;
+  block.seconds.forward_swapping = block.seconds.backward_swapped = 1e-3;
+  profile.machine.rates = {
+      .disk_read = 10e9, .disk_write = 10e9, .upload = 10e9, .download = 10e9, .compute_on_cores = false};
+  return profile;
+}
+
 // Where the device has no room for activations they are swapped if that is faster than computing them again: to the
 // host while it has room, then to storage; not at all where the links are slow.
 TEST(Prediction, SwapsWhatIsFasterToMoveThanToComputeAgain) {
   const ModelSpec spec = spec_of(6);
   SessionOptions options{
       .device_memory = 8 << 20, .host_memory = 64 << 20, .storage = {"somewhere"}, .micro_batches = 2};
-  Profile profile = on_any_machine(profile_of(spec));
-  ModelProfile::Stage& block = profile.model.stages.at(stage_class(spec, 1));
-  block.activation_bytes = 3 << 20;
-  block.swapped_bytes = 1 << 20;
-  block.seconds.forward_keeping = block.seconds.backward_kept = 1e-3;
-  block.seconds.forward_swapping = block.seconds.backward_swapped = 1e-3;
-  profile.machine.rates = {
-      .disk_read = 10e9, .disk_write = 10e9, .upload = 10e9, .download = 10e9, .compute_on_cores = false};
+  Profile profile = profile_that_swaps(spec, 1 << 20);
   const auto planned = [&] {
     SessionPlan plan = plan_session(spec, options, profile.model.needs(spec));
     EXPECT_NO_THROW(prove(plan, true));
@@ -321,7 +327,8 @@ TEST(Prediction, SwapsWhatIsFasterToMoveThanToComputeAgain) {
   EXPECT_EQ(to_host.plan.arrangement.items, on_host.arrangement.items);
   EXPECT_NEAR(predict(on_host, rates_of(spec, profile)).step_seconds, to_host.prediction.step_seconds, 1e-12);
 
-  options.host_memory = 8 << 20;
+  options.host_memory = 1000 << 10;
+  profile = profile_that_swaps(spec, 64 << 10);
   const Placement to_storage = choose_placement(spec, options, profile);
   const SessionPlan on_storage = planned();
   EXPECT_GT(on_storage.writes.activations, 0U);
@@ -335,10 +342,24 @@ TEST(Prediction, SwapsWhatIsFasterToMoveThanToComputeAgain) {
     EXPECT_EQ(to_storage.prediction.bytes[lane], again.bytes[lane]) << lane;
   }
 
-  profile.machine.rates.upload = profile.machine.rates.disk_read = 1e8;
+  profile.machine.rates.upload = profile.machine.rates.disk_read = 1e7;
   const Placement slow = choose_placement(spec, options, profile);
   EXPECT_EQ(options.swap_to_host + options.swap_to_storage, 0);
   EXPECT_EQ(slow.prediction.step_seconds, slow.step_seconds_without_swaps);
+}
+
+// A run whose steps write little, because most of the model is frozen, does not begin to write activations.
+TEST(Prediction, SwapsToStorageWhereThatIsWorthWhatItWrites) {
+  for (const bool frozen : {false, true}) {
+    ModelSpec spec = spec_of(6);
+    for (UnitSpec& unit : spec.units)
+      for (TensorSpec& tensor : unit.tensors) tensor.trainable = !frozen || &unit == &spec.units.back();
+    SessionOptions options{
+        .device_memory = 8 << 20, .host_memory = 700 << 10, .storage = {"somewhere"}, .micro_batches = 2};
+    const Placement found = choose_placement(spec, options, profile_that_swaps(spec, 64 << 10));
+    EXPECT_GT(found.plan.writes.update, 0U);
+    EXPECT_EQ(found.plan.writes.activations == 0, frozen);
+  }
 }
 
 // Where a drive is the limit, what it takes at least is never more than what a step takes, whatever waits, is deferred,

@@ -92,6 +92,9 @@ TEST(Options, BadWordsGetOneLineAndTheNearestName) {
   refused({"--lr-shedule", "linear"}, {"--lr-shedule", "did you mean --lr-schedule?"});
   refused({"--sequence", "8"}, {"--sequence", "did you mean --sequence-length?"});
   refused({"--sequence_length=8"}, {"did you mean --sequence-length?"});
+  refused({"--per_device_train_batch_size", "2"}, {"here it is --micro-batch"});
+  refused({"--gradient-accumulation-steps=2"}, {"here it is --micro-batches"});
+  refused({"--host-memory", "48"}, {"--host-memory", "48 bytes", "48GiB"});
   refused({"--zzzzzzzz"}, {"unknown option --zzzzzzzz"});
   refused({"--json", "stray"}, {"stray"});
   refused({"--lr", "x"}, {"--lr", "\"x\""});

@@ -592,6 +592,8 @@ TEST(ModelSpec, WhatIsNoModelFolderIsRefusedWithTheRemedy) {
     expect_refusal(io::ErrorKind::input, words, [&] { read_folder_spec(folder); });
   };
   refused(dir.path(), {"has no config.json"});
+  std::ofstream(dir.path() / "adapter_config.json") << "{}";
+  refused(dir.path(), {"holds adapters", "tierflow merge --adapter " + dir.path().string(), "--model BASE --adapter"});
   refused(dir.path() / "absent", {"no such folder", "config.json and safetensors"});
   refused("tierflow-test/absent", {"no such folder", "hf download tierflow-test/absent --local-dir absent"});
 }
