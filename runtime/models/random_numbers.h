@@ -30,8 +30,8 @@ class Seeded {
  private:
   void seed_default(torch::Device device, std::uint64_t seed);
 
-  std::vector<std::pair<at::Generator, torch::Tensor>>
-      before_;  // default generators that were seeded, and their states
+  // Default generators that were seeded, and the states that they had.
+  std::vector<std::pair<at::Generator, torch::Tensor>> before_;
 };
 
 // x with elements zeroed with probability p, the others scaled by 1/(1-p), and the mask of those that stay: bits and

@@ -142,7 +142,7 @@ void report(const RunSummary& run, const Session& session, TrainingLog& log) {
                             ? ", and no evaluation after"
                             : ", " + loss_text(run.held_out_after) + " after"));
   if (run.evaluated && run.held_out_after > run.held_out_before)
-    log.say("warning: the held-out loss rose: a lower --lr, or fewer steps");
+    log.say("warning: the held-out loss rose; a lower --lr or fewer steps may do better");
   log.say(fmt::format("device memory {} at most, budget {}; host memory {}, budget {}; process {} at most",
                       human_bytes(memory.device_peak), human_bytes(memory.device_budget), human_bytes(memory.host_used),
                       human_bytes(memory.host_budget), human_bytes(resident_set_peak())));

@@ -42,9 +42,8 @@ class Layers {
 
   // The model for a session. Factories run again while weights are loaded, one layer at a time, which takes as much of
   // the host budget as the largest layer in fp32; torch's default generator then begins at seed + index of the layer,
-  // and is put back. Throws Exception (kind usage) for a name that is empty or that two
-  // layers have, for a parameter that is not floating-point or that a layer has twice, and where layers of a repeat()
-  // differ.
+  // and is put back. Throws Exception (kind usage) for a name that is empty or that two layers have, for a parameter
+  // that is not floating-point or that a layer has twice, and where layers of a repeat() differ.
   Model build(std::uint64_t seed = 0) const;
   // The same with weights from a folder of safetensors, such as Session::export_hf() writes. Each parameter's tensor is
   // called "<layer>.<parameter>". Throws Exception (kind input) if one is missing or has another shape, or if the
