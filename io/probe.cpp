@@ -22,6 +22,7 @@ struct RoundTrip {
   std::unique_ptr<Engine> engine;
   std::shared_ptr<Buffer> buffer;
   std::chrono::seconds limit;
+  const std::vector<EngineFile>& files;
 
   Error perform(Action action, std::uint32_t file, std::uint64_t offset, std::span<std::byte> bytes) {
     Transfer transfer{.action = action, .file = file, .offset = offset, .bytes = bytes, .owner = buffer};
@@ -33,6 +34,7 @@ struct RoundTrip {
         (void)engine.release();
         return Error{.kind = ErrorKind::io,
                      .operation = "probe",
+                     .path = files[file].path,
                      .error_number = ETIMEDOUT,
                      .detail = "the drive does not answer"};
       }
@@ -53,7 +55,8 @@ Result<std::unique_ptr<Engine>> try_engine(EngineKind kind, const std::vector<En
   const std::size_t bytes = 2 * block;
   RoundTrip trip{.engine = std::make_unique<Engine>(std::move(backend), files, options.depth, block),
                  .buffer = std::make_shared<Buffer>(allocate_buffer(bytes)),
-                 .limit = options.limit};
+                 .limit = options.limit,
+                 .files = files};
   if (!*trip.buffer) return Error{.kind = ErrorKind::memory, .operation = "allocate", .length = bytes};
   if (Error error = trip.engine->start()) return error;
 

@@ -78,8 +78,8 @@ TEST_F(ProbeTest, ADriveThatReturnsOtherBytesIsRefusedUnderEveryEngine) {
 }
 
 TEST_F(ProbeTest, AnEngineThatFailsWhileItIsTriedIsNotTrusted) {
-  for (const Action action : {Action::write, Action::flush}) {
-    plan_->set({.kind = Fault::Kind::error, .action = action, .nth = 2, .error_number = EPERM});
+  for (const auto& [action, number] : {std::pair{Action::write, EPERM}, {Action::flush, EACCES}}) {
+    plan_->set({.kind = Fault::Kind::error, .action = action, .nth = 2, .error_number = number});
     const Result<Probed> probed = probe_engine(open(2), options());
     ASSERT_TRUE(probed.ok());
     EXPECT_EQ(probed.value().engine->kind(), EngineKind::libaio);
@@ -118,11 +118,13 @@ TEST_F(ProbeTest, AnEngineThatWasAskedForIsTakenOrRefused) {
 
 TEST_F(ProbeTest, ADriveThatDoesNotAnswerEndsIt) {
   EXPECT_EQ(testing::in_child([&] {  // its engine is kept for ever
-              plan_->set({.kind = Fault::Kind::hold, .action = Action::flush});
-              const Result<Probed> probed = probe_engine(open(1), options());
+              plan_->set({.kind = Fault::Kind::hold, .action = Action::flush, .nth = 2});
+              const std::vector<EngineFile> files = open(2);
+              const Result<Probed> probed = probe_engine(files, options());
               if (probed) return 1;
               if (probed.error().error_number != ETIMEDOUT || probed.error().kind != ErrorKind::io) return 2;
-              return plan_->hits() == 1 ? 0 : 3;  // one engine: the others would wait as long
+              if (probed.error().path != files[1].path) return 3;
+              return plan_->hits() == 1 ? 0 : 4;  // one engine: the others would wait as long
             }),
             0);
 }
