@@ -50,7 +50,10 @@ Error make_error(ErrorKind kind, const char* operation, const std::filesystem::p
 
 Error check_filesystem(const std::filesystem::path& directory) {
   struct statfs info;
-  if (statfs(directory.c_str(), &info) != 0) return make_error(ErrorKind::environment, "statfs", directory, errno);
+  if (statfs(directory.c_str(), &info) != 0) {
+    const int number = errno;
+    return make_error(number == ENOENT ? ErrorKind::input : ErrorKind::environment, "statfs", directory, number);
+  }
   return check_filesystem_type(static_cast<std::uint32_t>(info.f_type), directory);
 }
 

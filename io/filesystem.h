@@ -9,7 +9,8 @@
 
 namespace tierflow::io {
 
-// An error of kind environment if `directory` lies in RAM, on a network or behind a layer that hides the drive.
+// An error of kind environment if `directory` lies in RAM, on a network or behind a layer that hides the drive; of kind
+// input if there is none of that name.
 Error check_filesystem(const std::filesystem::path& directory);
 // The same for a file system that statfs() calls `type`.
 Error check_filesystem_type(std::uint32_t type, const std::filesystem::path& directory);

@@ -29,7 +29,7 @@ using testing::SystemCalls;
 
 constexpr std::uint64_t kMiB = std::uint64_t{1} << 20;
 constexpr FilePolicy kAnything{.allow_buffered = true, .allow_any_filesystem = true};
-constexpr long kBtrfs = 0x9123683E, kZfs = 0x2FC12FC1, kExfat = 0x2011BAB0;
+constexpr long kBtrfs = 0x9123683E, kZfs = 0x2FC12FC1, kExfat = 0x2011BAB0, kFat = 0x4D44;
 
 class SystemCallsTest : public ::testing::Test {
  protected:
@@ -124,10 +124,14 @@ TEST_F(SystemCallsTest, ALongRequestGoesToTheKernelInMebibytesUnlessAskedOtherwi
 }
 
 TEST_F(SystemCallsTest, AFileThatIsNotThereIsNoFaultOfTheMachine) {
-  const Result<std::unique_ptr<Volume>> absent = Volume::open(options());
-  ASSERT_FALSE(absent.ok());
-  EXPECT_EQ(absent.error().kind, ErrorKind::input);
-  EXPECT_EQ(absent.error().error_number, ENOENT);
+  for (const bool any : {false, true}) {
+    VolumeOptions wanted = options();
+    wanted.allow_any_filesystem = any;
+    const Result<std::unique_ptr<Volume>> absent = Volume::open(wanted);
+    ASSERT_FALSE(absent.ok());
+    EXPECT_EQ(absent.error().kind, ErrorKind::input);
+    EXPECT_EQ(absent.error().error_number, ENOENT);
+  }
   create(options()).reset();
   for (const int number : {EPERM, EACCES, EMFILE}) {
     SystemCalls calls(failing("open", number, "state.tfv"));
@@ -250,7 +254,8 @@ TEST_F(SystemCallsTest, WhatAFileSystemDoesNotDoIsSaid) {
   EXPECT_THAT(warnings(is(kBtrfs, 0)), ::testing::IsEmpty());
   EXPECT_THAT(warnings(is(kZfs)),
               ::testing::ElementsAre(::testing::AllOf(HasSubstr("ZFS"), HasSubstr("O_DIRECT"), remedy)));
-  EXPECT_THAT(warnings(is(kExfat)), ::testing::ElementsAre(::testing::AllOf(HasSubstr("exFAT"), remedy)));
+  for (const long type : {kExfat, kFat})
+    EXPECT_THAT(warnings(is(type)), ::testing::ElementsAre(::testing::AllOf(HasSubstr("exFAT and FAT"), remedy)));
 }
 
 TEST_F(SystemCallsTest, CopyOnWriteIsTurnedOffWhereThereIsAny) {
