@@ -71,6 +71,11 @@ TEST(WeightsTest, FollowTheSpeedsToWithinThreePercent) {
   }
 }
 
+TEST(WeightsTest, TheFastestHasSixteenUnitsAtMost) {
+  EXPECT_EQ(weights_for(std::vector<double>{16.0, 1.0}), (std::vector<std::uint32_t>{16, 1}));
+  EXPECT_EQ(weights_for(std::vector<double>{0.0, 1.0}), (std::vector<std::uint32_t>{1, 16}));
+}
+
 TEST(WeightsTest, SurviveNonsense) {
   EXPECT_EQ(weights_for(std::vector<double>{0.0, 0.0}), (std::vector<std::uint32_t>{1, 1}));
   EXPECT_EQ(weights_for(std::vector<double>{}).size(), 0U);
