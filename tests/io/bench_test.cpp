@@ -189,12 +189,13 @@ TEST(BenchTest, TheLineHasEveryField) {
   using std::chrono::microseconds;
   result.read_latency = {.count = 1, .p50 = microseconds(10), .p99 = microseconds(20), .longest = microseconds(30)};
   result.write_latency = {.count = 1, .p50 = microseconds(40), .p99 = microseconds(50), .longest = microseconds(60)};
-  EXPECT_EQ(result.json(),
-            R"({"engine":"libaio","direct":true,"read_gb_s":3.25,"write_gb_s":4.25,"mixed_gb_s":5.25,"first_write_gb_s":8.25,)"
-            R"("folders":["a \"b\"","c d"],"speeds":[1.5,2.5],"bytes":7,"block":8,"depth":9,)"
-            R"("registered_buffers":false,"registered_files":true,"read_latency_us":{"p50":10,"p99":20,"max":30},)"
-            R"("write_latency_us":{"p50":40,"p99":50,"max":60},"read_cores_per_gb_s":6.25,"write_cores_per_gb_s":7.25,)"
-            R"("warnings":["slow","old"]})");
+  EXPECT_EQ(
+      result.json(),
+      R"({"engine":"libaio","direct":true,"read_gb_s":3.25,"write_gb_s":4.25,"mixed_gb_s":5.25,"first_write_gb_s":8.25,)"
+      R"("folders":["a \"b\"","c d"],"speeds":[1.5,2.5],"bytes":7,"block":8,"depth":9,)"
+      R"("registered_buffers":false,"registered_files":true,"read_latency_us":{"p50":10,"p99":20,"max":30},)"
+      R"("write_latency_us":{"p50":40,"p99":50,"max":60},"read_cores_per_gb_s":6.25,"write_cores_per_gb_s":7.25,)"
+      R"("warnings":["slow","old"]})");
 }
 
 TEST(BenchTest, BlocksBeyondAQuarterOfTheMemoryAreRefused) {
@@ -254,6 +255,64 @@ TEST(BenchTest, SpeedsOfFoldersAreMeasuredAsTheVolumeWillBeUsed) {
   for (const double speed : *speeds) EXPECT_GT(speed, 1e6);  // bytes a second
   options.allow_buffered = false;
   EXPECT_FALSE(measure_speeds(options).ok());
+}
+
+TEST(BenchTest, TogetherTheStripesFollowTheSpeedsOfEachAlone) {
+  testing::TempDir folder;
+  BenchOptions options = small(folder);
+  options.bytes = 2 << 20;
+  options.engine = EngineKind::threads;
+  options.mixed = false;
+  std::vector<BenchResult> results;
+  const auto report = [&](const BenchResult& result) { results.push_back(result); };
+  ASSERT_FALSE(bench_engines(options, report));
+  ASSERT_EQ(results.size(), 3U);
+  EXPECT_THAT(results[0].speeds, ::testing::IsEmpty());
+  EXPECT_EQ(results[2].speeds, (std::vector<double>{results[0].speed(), results[1].speed()}));
+  // Unless there are others.
+  options.speeds = {1.0, 3.0};
+  results.clear();
+  ASSERT_FALSE(bench_engines(options, report));
+  ASSERT_EQ(results.size(), 3U);
+  EXPECT_EQ(results[2].speeds, options.speeds);
+}
+
+TEST(BenchTest, AFileThatDoesNotReachTheDriveIsAnError) {
+  testing::TempDir folder;
+  BenchOptions options = small(folder);
+  options.engine = EngineKind::threads;
+  bool filled = false;
+  testing::SystemCalls calls([&](const testing::SystemCall& call) -> std::optional<long> {
+    if (call.name == "pwrite" && call.argument == static_cast<long>(options.block)) filled = true;
+    if (call.name == "fdatasync" && filled) return -EIO;
+    return {};
+  });
+  const Result<BenchResult> result = bench_storage(options);
+  ASSERT_FALSE(result.ok());
+  EXPECT_EQ(result.error().error_number, EIO);
+  EXPECT_EQ(result.error().operation, "flush");
+}
+
+TEST(BenchTest, AKeptFileThatIsDamagedIsSaidToBe) {
+  testing::TempDir folder;
+  BenchOptions options = small(folder);
+  options.keep = true;
+  ASSERT_TRUE(bench_storage(options).ok());
+  std::filesystem::resize_file(folder.path() / "a" / "tierflow-bench.tfv", 2 << 20);
+  const Result<BenchResult> result = bench_storage(options);
+  ASSERT_FALSE(result.ok());
+  EXPECT_EQ(result.error().kind, ErrorKind::corruption);
+}
+
+TEST(BenchTest, SpeedsAreMeasuredByTheEngineAndInTheBlocksOfTheVolume) {
+  testing::TempDir folder;
+  VolumeOptions options = options_in(folder, 8 << 20);
+  options.engine = EngineKind::threads;
+  options.block = 2 << 20;
+  testing::SystemCalls calls;
+  ASSERT_TRUE(measure_speeds(options).ok());
+  EXPECT_EQ(moved(calls, "pwrite", options.block), 2 * options.bytes);
+  EXPECT_EQ(moved(calls, "pread", options.block), options.bytes);
 }
 
 TEST(BenchTest, TheSlowerFolderHasTheLesserSpeed) {
