@@ -472,7 +472,7 @@ TEST_F(VolumeFiles, WriteLimitIsAnnouncedOnce) {
   std::atomic<int> announced{0};
   std::string text;
   VolumeOptions wanted = options();
-  wanted.write_limit = 100'000;
+  wanted.write_limit = 131'072;
   wanted.on_notice = [&](const Notice& notice) {
     announced += notice.kind == Notice::Kind::write_limit ? 1 : 0;
     text = notice.text;
@@ -483,7 +483,7 @@ TEST_F(VolumeFiles, WriteLimitIsAnnouncedOnce) {
   for (int i = 0; i < 3; ++i) EXPECT_FALSE(write_pattern(*volume, 0, 65536, 1));
   volume.reset();
   EXPECT_EQ(announced, 1);
-  EXPECT_EQ(text, "131072 bytes written, the limit is 100000");
+  EXPECT_EQ(text, "131072 bytes written, the limit is 131072");
 }
 
 TEST_F(VolumeFiles, APartOfTheVolumeMayNotBeNamedTwiceOrLeftOut) {
