@@ -307,7 +307,7 @@ TEST(OwnModules, StreamedIsResidentWithDropout) {
     if (stream) {
       with.storage = {folder};
       with.allow_buffered = with.allow_any_filesystem = true;
-      with.host_memory = 64 * 1024;
+      with.host_memory = 72 * 1024;
     }
     Session session(own_layers(0.2).build(9), with, {.lr = kLr});
     std::vector<double> losses;
