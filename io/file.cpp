@@ -204,8 +204,7 @@ Error File::lock(bool shared) {
     }
     if (holder.process <= 0) return failed("lock", ErrorKind::locked, 0, "another process holds it");
     std::string who = "process " + std::to_string(holder.process) + (holder.shared ? " reads it" : " holds it");
-    who += holder.ended ? "; it has ended, but its last requests are still at the drive: try again soon"
-                        : ": wait until it ends, or name another folder";
+    if (holder.ended) who += "; it has ended, but its last requests are still at the drive: try again soon";
     return failed("lock", ErrorKind::locked, 0, who);
   }
   return {};

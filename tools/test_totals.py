@@ -20,7 +20,7 @@ ALLOWED = (
     r"this file system punches no holes|the file system refuses O_DIRECT|no way to break this ext4",
     r"which the sanitizer reports as it should|the sanitizer keeps freed memory for a while",
     r"root may write everywhere",
-    r"only root may become another user",
+    r"only root (may become|becomes) another user|only root gives files away|this user may not lock a gibibyte of memory",
     r"no (dpkg|cuobjdump) here",
     r"this machine has no io_uring",
     r"this processor does not multiply bf16",
