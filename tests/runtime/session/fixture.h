@@ -131,15 +131,19 @@ class ForwardingModel : public LayeredModel {
 };
 
 // As little device memory as works: nothing is kept there that can be computed again.
-inline SessionOptions least_device(SessionOptions options, const Case& which, const Tiling& tiling) {
+inline SessionOptions least_device(SessionOptions options, const Model& model) {
   options.device_memory = 1;
   try {
-    const Session refused(plain_model(which, tiling), options);
+    const Session refused(model, options);
   } catch (const Exception& error) {
     const std::string said = "the smallest that works is ", text = error.what();
     options.device_memory = std::stoull(text.substr(text.find(said) + said.size())) * 1024;
   }
   return options;
+}
+
+inline SessionOptions least_device(const SessionOptions& options, const Case& which, const Tiling& tiling) {
+  return least_device(options, plain_model(which, tiling));
 }
 
 inline bool can_keep(const Case& which, const Tiling& tiling) {
