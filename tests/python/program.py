@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 
+import fork_server
 import pytest
 
 BUILD = pathlib.Path(os.environ.get("TIERFLOW_BUILD", pathlib.Path(__file__).parents[2] / "build"))
@@ -31,8 +32,12 @@ def work(tmp_path):
 
 
 def run(work, *words, ok=True, timeout=300, env=None, **more):
-    more = {"capture_output": True, **more}
-    done = subprocess.run([str(PROGRAM), *map(str, words)], cwd=work, text=True, timeout=timeout, env={**os.environ, **(env or {})}, **more)
+    command = [str(PROGRAM), *map(str, words)]
+    if more:
+        more = {"capture_output": True, **more}
+        done = subprocess.run(command, cwd=work, text=True, timeout=timeout, env={**os.environ, **(env or {})}, **more)
+    else:
+        done = fork_server.run(command, cwd=work, timeout=timeout, env=env)
     assert not ok or done.returncode == 0, done.stderr
     return done
 

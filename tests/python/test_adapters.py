@@ -3,6 +3,7 @@ import json
 import statistics
 import subprocess
 
+import fork_server
 import numpy
 import peft
 import pytest
@@ -38,7 +39,7 @@ def loss_of(model, step):
 
 
 def probe(folder, out, steps, *options):
-    done = subprocess.run([PROBE, folder, out, str(steps), *options], capture_output=True, text=True, timeout=300)
+    done = fork_server.run([PROBE, folder, out, steps, *options], timeout=300)
     assert done.returncode == 0, done.stderr
     return [float(line) for line in done.stdout.split()]
 
@@ -241,7 +242,7 @@ def test_adapters_of_the_head_and_the_table_are_those_of_peft(family, targets, t
     assert again.keys() == {name for name in written if ".base_layer." not in name} and all(value.equal(written[name]) for name, value in again.items())
     changed = next(name for name in written if ".base_layer." in name)
     save_file({**written, changed: written[changed] + 1}, tmp_path / "theirs" / "adapter_model.safetensors")
-    done = subprocess.run([PROBE, tmp_path / "model", tmp_path / "none", "0", f"from={tmp_path / 'theirs'}"], capture_output=True, text=True)
+    done = fork_server.run([PROBE, tmp_path / "model", tmp_path / "none", "0", f"from={tmp_path / 'theirs'}"])
     assert done.returncode != 0 and f"{changed} is not the model's" in done.stderr
 
     # Added to the model it is the same model.

@@ -7,8 +7,8 @@ rounding; in bf16 our error, against transformers in fp32 on the same (bf16) wei
 import json
 import os
 import pathlib
-import subprocess
 
+import fork_server
 import numpy
 import pytest
 
@@ -245,7 +245,7 @@ def probe(folder, ids, labels, dtype, out, *tiles):
     given = out.with_suffix(".tokens")
     given.write_bytes(ids.numpy().tobytes() + labels.numpy().tobytes())
     command = [PROBE, folder, given, BATCH, LENGTH, dtype, out, *tiles]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, check=False)
+    done = fork_server.run(command, timeout=120)
     assert done.returncode == 0, done.stderr
     losses = None if tiles else torch.from_numpy(numpy.fromfile(out / "losses.f64", dtype=numpy.float64))
     return float(done.stdout), losses, load_file(out / "model.safetensors")
