@@ -221,6 +221,14 @@ LeftStore find_left_store(const Folders& storage, Held held) {
   return left;
 }
 
+LeftStore expect_left_store(const Folders& storage) {
+  LeftStore left = find_left_store(storage);
+  if (!left.there)
+    fail(io::ErrorKind::input, storage.front().string(),
+         "holds no state of a training run: --storage names the folders that the run was given");
+  return left;
+}
+
 bool is_of_train(const std::string& run) {
   const json then = json::parse(run, nullptr, false);
   return then.is_object() && then.contains("sequence-length") && then.contains("micro-batches");

@@ -45,6 +45,8 @@ enum class Held : std::uint8_t { is_refused, is_read };
 // it; of kind io if the drive fails, so that nobody takes for lost what can be read later; of kind usage if folders are
 // named that have no part of the store, or one is named twice.
 LeftStore find_left_store(const Folders& storage, Held held = Held::is_refused);
+// The same where a store is what the user named: throws Exception of kind input if there is none.
+LeftStore expect_left_store(const Folders& storage);
 
 // Throws Exception if a store lies in one of the folders: of kind locked if a process holds it; else of kind
 // environment, which says who made it, when, and what to do, and then `more`.

@@ -100,14 +100,12 @@ void add_layers(OptionTable& table, AdapterConfig& config) {
 
 }  // namespace
 
-void add_base_precision(OptionTable& table, std::string& precision, std::vector<std::string> besides) {
-  const bool own = !besides.empty();
-  for (const char* format : {"bf16", "fp8", "fp8-rows", "mxfp4", "int8", "nf4", "nf4-double"})
-    besides.emplace_back(format);
-  table.choice("base-precision", precision, std::move(besides),
-               std::string("how the weights beside the adapters are stored and streamed: 2, 1 or 0.53 (as a folder in "
-                           "FP8 or MXFP4 has them), 1.02, 0.56 or 0.52 bytes each") +
-                   (own ? "; auto: as the folder has them where that is FP8 or MXFP4, else bf16" : ""));
+void add_base_precision(OptionTable& table, std::string& precision) {
+  table.choice(
+      "base-precision", precision, {kOwnFormat, "bf16", "fp8", "fp8-rows", "mxfp4", "int8", "nf4", "nf4-double"},
+      "how the weights beside the adapters are stored and streamed: 2, 1 or 0.53 (as a folder in FP8 or MXFP4 "
+      "has them), 1.02, 0.56 or 0.52 bytes each; auto: as the folder has them where that is FP8 or MXFP4, else "
+      "bf16");
 }
 
 void add_trained_rows(OptionTable& table, TrainOptions& o) {
@@ -157,7 +155,7 @@ void add_adapter_rows(OptionTable& table, TrainOptions& o) {
   table.integer("rank", o.galore.rank, 1, "with --method galore: rank of the projected gradients", 4096);
   table.integer("update-gap", o.galore.windows.steps, 1, "steps with the same projection", 1'000'000'000);
   table.number("scale", o.galore.windows.scale, 0, 1e9, "multiply the learning rate of what is projected");
-  add_base_precision(table, o.base_precision, {kOwnFormat});
+  add_base_precision(table, o.base_precision);
   table.path("adapter", o.adapter, "DIR", "begin with these adapters, a folder as PEFT writes it");
   table.flag("merge", o.merge, "write the whole model with the adapters added, in place of the adapters");
 }

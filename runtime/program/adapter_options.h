@@ -5,7 +5,7 @@
 
 namespace tierflow {
 
-void add_base_precision(OptionTable& table, std::string& precision, std::vector<std::string> besides = {});
+void add_base_precision(OptionTable& table, std::string& precision);
 // Which weights are trained, and how fast.
 void add_trained_rows(OptionTable& table, TrainOptions& options);
 void add_adapter_rows(OptionTable& table, TrainOptions& options);

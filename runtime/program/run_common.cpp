@@ -13,6 +13,7 @@
 #include "runtime/program/data_report.h"
 #include "runtime/program/loss_options.h"
 #include "runtime/program/training_spec.h"
+#include "runtime/spec/own_format.h"
 
 namespace tierflow {
 namespace {
@@ -46,7 +47,9 @@ std::uint64_t prepare_torch(const std::string& device, int threads) {
 Model load_with(const std::filesystem::path& model, const std::filesystem::path& adapter,
                 const std::string& base_precision, const std::string& as) {
   const Model base = load(model, as);
-  return with_base_format(adapter.empty() ? base : with_adapters(base, adapter), parse_weight_format(base_precision));
+  const WeightFormat format =
+      base_precision == kOwnFormat ? own_format(base.spec(), base.stored.has) : parse_weight_format(base_precision);
+  return with_base_format(adapter.empty() ? base : with_adapters(base, adapter), format);
 }
 
 Model training_model(const TrainOptions& options, const ModelSpec& spec) {

@@ -292,6 +292,7 @@ int run_export(const ExportOptions& options) {
           "the run wrote its model there, and it is not there: the run sees other folders, as one in a container does");
     return said(fmt::format(", the model after step {}", *step));
   }
+  expect_left_store(options.storage);
   ResultFolder out(options.out);
   std::string whole;  // the file that says so
   {

@@ -24,12 +24,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-LeftStore store_in(const Folders& storage) {
-  LeftStore left = find_left_store(storage);
-  if (!left.there) fail(io::ErrorKind::input, storage.front().string(), "holds no state of a training run");
-  return left;
-}
-
 // state: the data file in one of the folders.
 std::uint64_t bytes_in(const Folders& storage, const std::filesystem::path& state) {
   std::uint64_t bytes = 0;
@@ -51,7 +45,7 @@ pid_t holder_of(const std::filesystem::path& state) {
 // That no process trains with, as verifying takes.
 LeftStore free_store_in(const Folders& storage) {
   try {
-    return store_in(storage);
+    return expect_left_store(storage);
   } catch (const Exception& refused) {
     if (refused.error().kind != io::ErrorKind::locked) throw;
     fail_with_more(refused.error(), "`tierflow status` shows how far it is");
@@ -109,7 +103,7 @@ int run_status(const StoreCommandOptions& options) {
   LeftStore left;
   pid_t holder = 0;
   try {
-    left = store_in(options.storage);
+    left = expect_left_store(options.storage);
   } catch (const Exception& refused) {
     if (refused.error().kind == io::ErrorKind::locked) holder = holder_of(refused.error().path);
     if (holder == 0) throw;

@@ -92,6 +92,17 @@ def test_one_scale_or_one_for_each_row_can_be_kept(work, folders, method):
     assert loss(work, "stored", "--base-precision", "fp8-rows") == loss(work, "values")
 
 
+def test_an_evaluation_may_keep_what_the_folder_has(work, folders):
+    folders("fp8-one-scale")
+    assert loss(work, "stored", "--base-precision", "auto") == loss(work, "values") == loss(work, "values", "--base-precision", "auto")
+
+    def refused(model, precision):  # says how much memory it takes
+        return the_error(run(work, "eval", "--model", model, "--data", "text.txt", "--base-precision", precision, *small("--host-memory", "1KiB"), ok=False).stderr)
+
+    assert refused("stored", "auto") == refused("stored", "fp8-rows") != refused("stored", "bf16")
+    assert refused("values", "auto") == refused("values", "bf16")
+
+
 def test_one_scale_for_a_weight_has_transformers_values(work, folders):
     folders("fp8-one-scale")
     values = load_file(work / "values" / "model.safetensors")

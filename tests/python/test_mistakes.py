@@ -56,6 +56,15 @@ def test_an_output_that_is_an_input_is_refused(words, said, work, model):
     assert contents(work) == before and not (work / "out").exists()
 
 
+@pytest.mark.parametrize("storage", ["nothing", "empty", "text.txt"])
+@pytest.mark.parametrize("words", [["status"], ["verify"], ["export", "--out", "out"]])
+def test_storage_without_a_state_is_named(words, storage, work):
+    (work / "empty").mkdir()
+    done = run(work, *words, "--storage", storage, ok=False)
+    assert done.returncode == 3 and the_error(done.stderr) == f"tierflow: {storage}: holds no state of a training run: --storage names the folders that the run was given"
+    assert not (work / "out").exists() and not (work / "nothing").exists()
+
+
 def test_outputs_beside_inputs_are_written(work, model):
     run(work, "train", "--model", "model", "--data", "text.txt", "--steps", "1", "--out", "out", "--trace", "model/trace", "--log-json", "model/log.jsonl", *small())
     for _ in range(2):
