@@ -85,6 +85,15 @@ Error make_directory(const fs::path& directory, std::vector<fs::path>& made) {
   return {};
 }
 
+// In whole MiB or GiB: what is needed rounded up, what is free rounded down.
+std::string needed_and_free(std::uint64_t needed, std::uint64_t free) {
+  const int shift = needed >> 34 == 0 ? 20 : 30;
+  const char* unit = shift == 20 ? " MiB" : " GiB";
+  const std::uint64_t whole = (needed + (std::uint64_t{1} << shift) - 1) >> shift;
+  return std::to_string(needed) + " bytes needed (" + std::to_string(whole) + unit + "), " + std::to_string(free) +
+         " free (" + std::to_string(free >> shift) + unit + ")";
+}
+
 // The space that the members need together must be there on each drive, also where several folders share one.
 Error check_space(const std::vector<Member>& members) {
   std::map<dev_t, std::uint64_t> needed;
@@ -100,7 +109,7 @@ Error check_space(const std::vector<Member>& members) {
                  .operation = "create",
                  .path = member.file.path(),
                  .error_number = ENOSPC,
-                 .detail = std::to_string(wanted) + " bytes needed, " + std::to_string(free) + " free"};
+                 .detail = needed_and_free(wanted, free)};
   }
   return {};
 }
@@ -158,10 +167,8 @@ Result<std::unique_ptr<Volume>> Volume::create(const VolumeOptions& options) {
     if (!reserved) {
       Error error = reserved.error();
       struct statvfs info;
-      if (error.error_number == ENOSPC && statvfs(member.directory.c_str(), &info) == 0) {
-        error.detail = std::to_string(member.file_bytes) + " bytes needed, " +
-                       std::to_string(static_cast<std::uint64_t>(info.f_bavail) * info.f_frsize) + " free";
-      }
+      if (error.error_number == ENOSPC && statvfs(member.directory.c_str(), &info) == 0)
+        error.detail = needed_and_free(member.file_bytes, static_cast<std::uint64_t>(info.f_bavail) * info.f_frsize);
       return error;
     }
     if (!*reserved) {

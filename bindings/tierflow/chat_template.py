@@ -121,7 +121,7 @@ def load_tokenizer(folder) -> typing.Any:
     from transformers import AutoTokenizer
 
     if folder is None:
-        raise Refusal("", "rows of text need the model's tokenizer: there is no tokenizer.json; name one with --tokenizer")
+        raise Refusal("", "rows of text need the model's tokenizer: its folder has no tokenizer.json; copy it there, or name one with --tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (KeyboardInterrupt, SystemExit, MemoryError):

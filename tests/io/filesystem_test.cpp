@@ -44,7 +44,7 @@ TEST(FilesystemTest, AFullDriveIsRefusedAtTheStartWithFigures) {
   ASSERT_FALSE(volume.ok());
   EXPECT_EQ(volume.error().kind, ErrorKind::environment);
   EXPECT_EQ(volume.error().error_number, ENOSPC);
-  EXPECT_THAT(volume.error().message(), HasSubstr(std::to_string(201 * kMiB) + " bytes needed"));
+  EXPECT_THAT(volume.error().message(), HasSubstr(std::to_string(201 * kMiB) + " bytes needed (201 MiB)"));
   EXPECT_FALSE(std::filesystem::exists(disk.path() / "tierflow"));
   // Two folders share the drive: each alone would fit.
   VolumeOptions two = on(disk.path(), 60 * kMiB);

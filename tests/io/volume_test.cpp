@@ -303,7 +303,7 @@ TEST_F(VolumeFiles, TooLittleSpaceNamesNeededAndFree) {
   Result<std::unique_ptr<Volume>> volume = Volume::create(wanted);
   ASSERT_FALSE(volume.ok());
   EXPECT_EQ(volume.error().kind, ErrorKind::environment);
-  EXPECT_THAT(volume.error().message(), HasSubstr("bytes needed"));
+  EXPECT_THAT(volume.error().message(), HasSubstr(" bytes needed (1048577 GiB), "));
   EXPECT_FALSE(std::filesystem::exists(folder_.path() / "drive"));
 }
 

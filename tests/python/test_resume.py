@@ -491,18 +491,25 @@ def test_a_finished_run_says_so(work):
 
 
 def test_without_room_for_a_second_copy_it_says_what_that_means(work, tmp_path):
-    drive = tmp_path / "drive"
-    drive.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={7 * MIB + 512 * 1024}", "tmpfs", drive], capture_output=True).returncode != 0:
-        pytest.skip("this machine does not let us mount")
+    large, small_one = tmp_path / "drive", tmp_path / "small"
+    words = [*TRAIN, *small("--storage", str(large), "--host-memory", "1MiB", "--allow-any-filesystem", "--allow-buffered")]
+    mounted = []
     try:
-        words = [*TRAIN, *small("--storage", str(drive), "--host-memory", "1MiB", "--allow-any-filesystem", "--allow-buffered")]
+        for drive, size in (large, 7 * MIB + 512 * 1024), (small_one, 2 * MIB):
+            drive.mkdir()
+            if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", drive], capture_output=True).returncode != 0:
+                pytest.skip("this machine does not let us mount")
+            mounted.append(drive)
         done = run(work, *words, ok=False)
         assert done.returncode == 0 and "no room for a second copy of the state: a crash loses the run" in done.stderr, done.stderr
         refused = run(work, *changed(words, {"--out": "other"}), "--durability", "step", ok=False)
         assert refused.returncode == 4 and "bytes needed" in the_error(refused.stderr) and "--durability export-only" in the_error(refused.stderr)
+        refused = run(work, *changed(words, {"--out": "other", "--storage": str(small_one)}), ok=False)
+        assert refused.returncode == 4 and the_error(refused.stderr).endswith("; name larger drives, or more of them, as --storage")
+        assert not [*small_one.iterdir()]
     finally:
-        subprocess.run(["umount", "--lazy", drive], check=True)
+        for drive in mounted:
+            subprocess.run(["umount", "--lazy", drive], check=True)
 
 
 def test_status_and_verify_say_what_is_there(work):
