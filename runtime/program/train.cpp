@@ -392,14 +392,15 @@ int run_train(const TrainOptions& options) {
   try {
     return train(options);
   } catch (const Exception& failed) {
-    if (failed.error().kind != io::ErrorKind::corruption) throw;
     io::Error error = failed.error();
-    const bool of_state =
-        error.path.empty() || std::ranges::any_of(options.storage, [&](const std::filesystem::path& folder) {
-          std::error_code unknown;
-          return std::filesystem::equivalent(std::filesystem::path(error.path).parent_path(), folder, unknown);
-        });
-    if (of_state) error.detail += what_else_is_left(options);
+    const bool of_state = std::ranges::any_of(options.storage, [&](const std::filesystem::path& folder) {
+      std::error_code unknown;
+      return std::filesystem::equivalent(std::filesystem::path(error.path).parent_path(), folder, unknown);
+    });
+    if (error.kind == io::ErrorKind::locked && of_state)
+      fail_with_more(error, "`tierflow status` shows how far it is; another run needs another folder as --storage");
+    if (error.kind != io::ErrorKind::corruption || !(of_state || error.path.empty())) throw;
+    error.detail += what_else_is_left(options);
     throw Exception(std::move(error));
   }
 }

@@ -79,5 +79,5 @@ def test_of_the_same_command_twice_at_once_one_is_refused_and_the_other_is_whole
     first = start(work, *TRAIN, delay_ms=40, stderr=subprocess.DEVNULL)
     wait_until(lambda: (work / "store" / "state.tfv").exists())
     second = run(work, *TRAIN, ok=False, timeout=60)
-    assert second.returncode == 8 and str(first.pid) in the_error(second.stderr)
+    assert second.returncode == 8 and str(first.pid) in the_error(second.stderr) and "another run needs another folder as --storage" in second.stderr
     assert first.wait(60) == 0 and weights(work / "out") == weights(work / "whole")
