@@ -1,10 +1,13 @@
 # The front door. `make` lists what there is. Every target does its own set-up first.
 JOBS ?= $(shell awk -v cores=$$(nproc) '/MemAvailable/ { n = int($$2 / 2000000); print n < 1 ? 1 : n < cores ? n : cores }' /proc/meminfo)
 
+# nvcc-came FOLDER: whether there was no nvcc when it was configured, and there is one now.
+nvcc-came = grep -qs '^TIERFLOW_NVCC:.*NOTFOUND' $(1)/CMakeCache.txt && { command -v nvcc || ls /usr/local/cuda/bin/nvcc; } >/dev/null 2>&1
+
 # build-preset PRESET,FOLDER[,TARGET]: configures once (the build itself notices changed CMake files), again where FOLDER/early says
-# that there was no LibTorch then (tools/setup_program.sh), and builds.
+# that there was no LibTorch then (tools/setup_program.sh) or where nvcc came since, and builds.
 define build-preset
-	@[ -f $(2)/build.ninja ] && [ ! -e $(2)/early ] || { cmake --preset $(1) $$([ ! -e $(2)/early ] || echo -DTIERFLOW_TORCH=ON) && rm -f $(2)/early; }
+	@[ -f $(2)/build.ninja ] && [ ! -e $(2)/early ] && ! { $(call nvcc-came,$(2)); } || { cmake --preset $(1) $$([ ! -e $(2)/early ] || echo -DTIERFLOW_TORCH=ON) && rm -f $(2)/early; }
 	@cmake --build $(2) --parallel $(JOBS) $(if $(3),--target $(3))
 endef
 

@@ -199,7 +199,7 @@ def test_commands_name_options_and_scripts_that_exist(tierflow):
     helps = {}
     for command in ("init", "train", "plan", "data prepare", "data preview", "eval", "generate", "merge", "export", "status", "verify", "bench storage", "bench optimizer"):
         helps[command] = {*re.findall(OPTION, subprocess.run([tierflow, *command.split(), "--help"], capture_output=True, text=True, check=True).stdout)}
-    known, named = {"--local-dir", "--no-build-isolation"}.union(*scripts.values(), *helps.values()), 0  # those two are of hf and pip
+    known, named = {"--exclude", "--local-dir", "--no-build-isolation"}.union(*scripts.values(), *helps.values()), 0  # those are of hf and pip
     for document, line in commands():
         program = re.search(r"(?:^|[ /`])tierflow ((?:data|bench) \w+|\w+) (.*)", line)
         if program and program[1] in helps:

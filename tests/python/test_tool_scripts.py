@@ -154,6 +154,23 @@ def test_the_program_is_set_up_beside_the_download(tree):
     assert tree.run("setup_program.sh", 3)[::2] == (0, ["setup.sh --program"])
 
 
+def test_a_build_is_configured_once_and_again_when_nvcc_came(tree):
+    tree.stand_in("tools/setup.sh")
+    tree.stand_in("bin/cmake", "mkdir -p build; touch build/build.ninja")
+    tree.stand_in("bin/nvcc")
+    shutil.copy(ROOT / "Makefile", tree.folder)
+
+    def configured():
+        (tree.folder / "log").write_text("")
+        subprocess.run(["make", "build"], cwd=tree.folder, env={"PATH": f"{tree.folder}/bin:/usr/bin:/bin"}, capture_output=True, check=True)
+        return "cmake --preset release" in (tree.folder / "log").read_text()
+
+    assert configured() and not configured()
+    for found, again in ("TIERFLOW_NVCC-NOTFOUND", True), ("/usr/bin/nvcc", False):
+        (tree.folder / "build/CMakeCache.txt").write_text(f"TIERFLOW_NVCC:FILEPATH={found}\n")
+        assert configured() == again
+
+
 def test_a_setup_that_fails_leaves_no_build_behind(tree):
     began = tree.folder / "began"
     tree.stand_in("tools/setup.sh", f'[ "$1" = --system ] || while [ ! -s {began} ]; do sleep 0.01; done; [ "$1" = --system ]')
