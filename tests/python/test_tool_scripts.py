@@ -177,7 +177,15 @@ def test_a_setup_that_fails_leaves_no_build_behind(tree):
     tree.stand_in("bin/cmake", f"echo $$ >{began}; exec sleep 60")
     assert tree.run("setup_program.sh", 3)[0] == 1
     deadline = time.monotonic() + 5
-    while pathlib.Path(f"/proc/{began.read_text().strip()}").exists():
+
+    def runs(pid):
+        """One that has ended may wait for the first process to notice."""
+        try:
+            return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        except OSError:
+            return False
+
+    while runs(began.read_text().strip()):
         assert time.monotonic() < deadline, "it still builds"
         time.sleep(0.01)
 
