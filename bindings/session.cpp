@@ -5,7 +5,6 @@
 
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -319,9 +318,7 @@ class PythonSession {
  private:
   void drop() {
     if (std::exchange(session_, nullptr) == nullptr) return;
-    DeviceMemory& memory = DeviceMemory::install();
-    memory.set_cap(std::numeric_limits<std::uint64_t>::max() / 2);
-    memory.release_kept();
+    DeviceMemory::install().release_kept();
   }
 
   Schedule schedule_;

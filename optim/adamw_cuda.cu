@@ -110,10 +110,28 @@ void require(cudaError_t status) {
     throw std::runtime_error(std::string("optim: the CUDA device: ") + cudaGetErrorString(status));
 }
 
+// The calling thread's current device is the stream's, until the end.
+class OnDevice {
+ public:
+  explicit OnDevice(const CudaStream& on) {
+    require(cudaGetDevice(&before_));
+    if (before_ != on.device) require(cudaSetDevice(on.device));
+    other_ = before_ != on.device;
+  }
+  ~OnDevice() {
+    if (other_) cudaSetDevice(before_);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+  bool other_ = false;
+};
+
 // Enough thread blocks for `wanted` threads, no more than keep the device busy.
 unsigned grid(std::size_t wanted, const CudaStream& on) {
   int processors = 1;
-  require(cudaSetDevice(on.device));
   require(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, on.device));
   const std::size_t most = std::size_t{kBlocksAProcessor} * static_cast<std::size_t>(processors);
   return static_cast<unsigned>(std::clamp<std::size_t>((wanted + kThreads - 1) / kThreads, 1, most));
@@ -133,6 +151,7 @@ void adamw_update_on_device(const AdamWParams& params, const std::uint16_t* grad
                             const State& to, std::size_t n, DeviceReport* report, const CudaStream& on) {
   if (report == nullptr) throw std::invalid_argument("optim: an update on a device needs a report");
   const Update u = digested(params, gradient, from, to, n);
+  const OnDevice current(on);
   const cudaStream_t stream = stream_of(on);
   const unsigned blocks = grid((n + kBlock - 1) / kBlock * kUpdateLanes, on);
   require(cudaMemsetAsync(report, 0, sizeof(*report), stream));
@@ -158,6 +177,7 @@ void adamw_update_on_device(const AdamWParams& params, const std::uint16_t* grad
 void gradient_norm_squared_on_device(const std::uint16_t* gradient, std::size_t n, double* sums,
                                      std::uint32_t* not_finite, const CudaStream& on) {
   if (n == 0) return;
+  const OnDevice current(on);
   const unsigned blocks = grid((n + kNormSegment - 1) / kNormSegment * kSumLanes, on);
   sum_squares<<<blocks, kThreads, 0, stream_of(on)>>>(gradient, n, sums, not_finite);
   require(cudaGetLastError());
@@ -166,6 +186,7 @@ void gradient_norm_squared_on_device(const std::uint16_t* gradient, std::size_t 
 void split_master_on_device(const float* master, std::uint16_t* hi, std::uint16_t* lo, std::size_t n,
                             const CudaStream& on) {
   if (n == 0) return;
+  const OnDevice current(on);
   split<<<grid(n, on), kThreads, 0, stream_of(on)>>>(master, hi, lo, n);
   require(cudaGetLastError());
 }
@@ -173,6 +194,7 @@ void split_master_on_device(const float* master, std::uint16_t* hi, std::uint16_
 void join_master_on_device(const std::uint16_t* hi, const std::uint16_t* lo, float* master, std::size_t n,
                            const CudaStream& on) {
   if (n == 0) return;
+  const OnDevice current(on);
   join<<<grid(n, on), kThreads, 0, stream_of(on)>>>(hi, lo, master, n);
   require(cudaGetLastError());
 }

@@ -152,17 +152,33 @@ DeviceMemory& DeviceMemory::install() {
   return memory;
 }
 
-DeviceMemory::Capped::Capped(DeviceMemory& memory) : memory_(memory) {
-  ++memory_.capped_;
+DeviceMemory::Share::Share(DeviceMemory& memory) : memory_(memory) {
+  const std::lock_guard lock(memory_.shares_mutex_);
+  memory_.shares_.push_back(this);
 }
 
-DeviceMemory::Capped::~Capped() {
-  if (--memory_.capped_ != 0) return;
+DeviceMemory::Share::~Share() {
+  const std::lock_guard lock(memory_.shares_mutex_);
+  std::erase(memory_.shares_, this);
+  if (!bytes_) return;
   try {
-    memory_.set_cap(kNoCap);
+    memory_.cap_by_shares();
   } catch (const c10::Error&) {
     // The device is gone: nothing more is allocated there.
   }
+}
+
+void DeviceMemory::Share::set(std::uint64_t bytes) {
+  const std::lock_guard lock(memory_.shares_mutex_);
+  bytes_ = bytes;
+  memory_.cap_by_shares();
+}
+
+void DeviceMemory::cap_by_shares() {
+  std::optional<std::uint64_t> all;
+  for (const Share* share : shares_)
+    if (share->bytes_) all = std::min(kNoCap, all.value_or(0) + std::min(kNoCap, *share->bytes_));
+  set_cap(all.value_or(kNoCap));
 }
 
 std::uint64_t DeviceMemory::mapped_bytes() {

@@ -5,9 +5,11 @@
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
+#include <optional>
+#include <vector>
 
 namespace tierflow {
 
@@ -33,16 +35,19 @@ class DeviceMemory {
   // The memory of CUDA. Loads torch's CUDA library; throws Exception (kind environment) if it cannot be loaded.
   static DeviceMemory& cuda();
 
-  // Who sets a cap holds one of these: when the last one ends, torch has no cap any more.
-  class Capped {
+  // A share of the memory. The cap is the sum of all shares that were set; without any, torch has no cap.
+  class Share {
    public:
-    explicit Capped(DeviceMemory& memory);
-    ~Capped();
-    Capped(const Capped&) = delete;
-    Capped& operator=(const Capped&) = delete;
+    explicit Share(DeviceMemory& memory);
+    ~Share();
+    Share(const Share&) = delete;
+    Share& operator=(const Share&) = delete;
+    void set(std::uint64_t bytes);  // kNoCap: torch has no cap as long as this share is there
 
    private:
+    friend class DeviceMemory;
     DeviceMemory& memory_;
+    std::optional<std::uint64_t> bytes_;
   };
 
   static constexpr std::uint64_t kNoCap = ~std::uint64_t{0} / 2;
@@ -56,7 +61,9 @@ class DeviceMemory {
   virtual std::uint64_t fixed() const { return 0; }
 
  private:
-  std::atomic<int> capped_ = 0;
+  void cap_by_shares();  // shares_mutex_ is held
+  std::mutex shares_mutex_;
+  std::vector<const Share*> shares_;
 };
 
 // Whether torch ran out of device memory.

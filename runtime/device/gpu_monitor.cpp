@@ -96,4 +96,9 @@ std::optional<std::uint64_t> GpuMonitor::bytes_used() const {
   return memory ? std::optional<std::uint64_t>(memory->used) : std::nullopt;
 }
 
+std::optional<std::uint64_t> GpuMonitor::bytes_free() const {
+  const auto memory = asked(library_->memory, card_);
+  return memory ? std::optional<std::uint64_t>(memory->free) : std::nullopt;
+}
+
 }  // namespace tierflow

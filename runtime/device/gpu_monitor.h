@@ -26,6 +26,8 @@ class GpuMonitor {
   std::string link() const;
   // Bytes that all processes use, contexts included; empty if unknown.
   std::optional<std::uint64_t> bytes_used() const;
+  // Bytes that no process uses; empty if unknown. To ask for them takes no context on the card, which would use some.
+  std::optional<std::uint64_t> bytes_free() const;
 
  private:
   struct Library;

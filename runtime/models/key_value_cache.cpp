@@ -35,8 +35,9 @@ void for_each_run(std::int64_t begin, std::int64_t end, std::int64_t slots, Use 
 // all [1, tokens, kv heads, head_dim], of which the last ones are kept: token `before` of the sequence is the first.
 void keep(const Tensor& kept, const Tensor& all, std::int64_t before) {
   const std::int64_t slots = kept.size(1), end = before + all.size(1), begin = std::max(before, end - slots);
+  const Tensor here = models::download(all)[0];
   for_each_run(begin, end, slots, [&](std::int64_t first, std::int64_t slot, std::int64_t count) {
-    kept.narrow(1, slot, count).copy_(all[0].narrow(0, begin - before + first, count).transpose(0, 1));
+    kept.narrow(1, slot, count).copy_(here.narrow(0, begin - before + first, count).transpose(0, 1));
   });
 }
 
@@ -45,8 +46,9 @@ void keep(const Tensor& kept, const Tensor& all, std::int64_t before) {
 Tensor seen(const Tensor& kept, std::int64_t begin, std::int64_t before, const Tensor& more, at::ScalarType wide) {
   std::vector<Tensor> parts;
   for_each_run(begin, before, kept.size(1), [&](std::int64_t, std::int64_t slot, std::int64_t count) {
-    parts.push_back(kept.narrow(1, slot, count).transpose(0, 1).to(more.device()));
+    parts.push_back(kept.narrow(1, slot, count).transpose(0, 1));
   });
+  parts = models::upload(parts, more.device());
   parts.push_back(more[0]);
   return at::cat(parts).to(wide);
 }

@@ -7,6 +7,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/base/machine.h"
+#include "runtime/device/gpu_monitor.h"
 #include "runtime/program/loss_options.h"
 #include "swap/device.h"
 
@@ -50,6 +51,15 @@ SessionOptions with_training(SessionOptions result, const TrainOptions& options)
   return result;
 }
 
+// 0 where it is unknown. The driver's library is asked first: what the CUDA runtime is asked makes a context, whose
+// memory nobody could measure afterwards.
+std::uint64_t card_bytes_free() {
+  const auto card = swap::cuda_device_info(0);
+  const auto monitor = card.ok() ? GpuMonitor::open(card.value().pci_bus) : nullptr;
+  const auto free = monitor == nullptr ? std::nullopt : monitor->bytes_free();
+  return free ? *free : swap::cuda_bytes_free(0);
+}
+
 }  // namespace
 
 SessionOptions session_settings(const RunOptions& options, std::uint64_t device_fixed, const Say& say) {
@@ -59,8 +69,7 @@ SessionOptions session_settings(const RunOptions& options, std::uint64_t device_
   const std::uint64_t available = memory_available();
   result.device_memory = options.device_memory != 0 ? options.device_memory : available / 3;
   if (result.device == "cuda" && options.device_memory == 0)
-    if (const std::uint64_t free = swap::cuda_bytes_free(0); free != 0)
-      result.device_memory = device_fixed + free / 10 * 9;
+    if (const std::uint64_t free = card_bytes_free(); free != 0) result.device_memory = device_fixed + free / 10 * 9;
   result.host_memory = options.host_memory != 0 ? options.host_memory : available / 2;
   if (options.device_memory == 0 || options.host_memory == 0)
     say(fmt::format("budgets: device {}, host {} ({} are free)", human_bytes(result.device_memory),

@@ -111,7 +111,7 @@ void Session::Impl::begin_with_gradient(const std::vector<MicroBatch>& batches) 
   const torch::NoGradGuard no_grad;
   flush();
   const std::uint64_t cap = torch_bytes();
-  torch_memory.set_cap(cap + (torch_device.is_cpu() ? plan.loading : 0));
+  torch_share.set(cap + (torch_device.is_cpu() ? plan.loading : 0));
   bool made = false;
   if (const std::unique_ptr<GradientInit> found = gradient_pass(batches); found != nullptr) {
     windows == 0 ? take_first_values(*found) : begin_window(*found);
@@ -119,7 +119,7 @@ void Session::Impl::begin_with_gradient(const std::vector<MicroBatch>& batches) 
   }
   planner->forget_weights();
   torch_memory.release_kept();
-  torch_memory.set_cap(cap);
+  torch_share.set(cap);
   torch_memory.reset_peak();
   if (windows == 0) throw_if_out_of_memory();
   if (plan.commit_every != 0 && made) commit();

@@ -156,7 +156,7 @@ struct Session::Impl {
   const AdamW adamw;
   const torch::Device torch_device;
   DeviceMemory& torch_memory;
-  const DeviceMemory::Capped capped{torch_memory};
+  DeviceMemory::Share torch_share{torch_memory};
   SessionPlan plan;
   swap::Executor& executor() const { return state->executor(); }
   std::unique_ptr<swap::Store> store;

@@ -380,9 +380,8 @@ std::vector<torch::Tensor> Session::Impl::next_logits(const std::vector<CachedRo
   for (int row = 0; row < static_cast<int>(rows.size()); ++row) {
     const swap::Entered entered = enter(last, swap::Pass::evaluate, row);
     compute(true, [&] {
-      logits[row] = model->next_logits(weights(entered), carries[row], shared[row])
-                        .to(torch::TensorOptions().dtype(torch::kFloat32).device(torch::kCPU))
-                        .contiguous();
+      const torch::Tensor last_one = model->next_logits(weights(entered), carries[row], shared[row]);
+      logits[row] = models::download(last_one.to(torch::kFloat32)).contiguous();
     });
     leave();
   }

@@ -142,11 +142,11 @@ void Session::Impl::set_up(const WeightSource& weights, const StoredSource& stor
     leave_note(options.storage, true);  // what it goes on with is whole
   } else {
     // Where torch's memory of the host is the device's too, its cap is that of both.
-    torch_memory.set_cap(torch_bytes() + (torch_device.is_cpu() ? plan.loading : 0));
+    torch_share.set(torch_bytes() + (torch_device.is_cpu() ? plan.loading : 0));
     state->load(weights, stored, progress);
   }
   torch_memory.release_kept();
-  torch_memory.set_cap(torch_bytes());
+  torch_share.set(torch_bytes());
   torch_memory.reset_peak();
   lacks_first_values = !options.resume && begins_with_gradient(model->spec());
   if (plan.speculates) norms.emplace(*options.clip);
@@ -303,7 +303,7 @@ void Session::Impl::check_write_limit() const {
 ProbedModel Session::Impl::probe() {
   const auto measure = [&](std::int64_t micro_batch, std::uint64_t cap) -> std::optional<ProbedModel> {
     torch_memory.release_kept();
-    torch_memory.set_cap(cap);
+    torch_share.set(cap);
     try {
       return StageProbe(*model, torch_memory, torch_device)
           .measure(micro_batch, options.sequence_length, options.train, options, micro_batches_together(options));

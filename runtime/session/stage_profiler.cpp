@@ -160,7 +160,8 @@ ModelProfile measure_model(const ModelSpec& spec, const SessionOptions& asked, d
   const bool cuda = asked.device == "cuda";
   const torch::Device torch_device = cuda ? torch::kCUDA : torch::kCPU;
   DeviceMemory& memory = cuda ? DeviceMemory::cuda() : DeviceMemory::install();
-  memory.set_cap(DeviceMemory::kNoCap);
+  DeviceMemory::Share share(memory);
+  share.set(DeviceMemory::kNoCap);
   const LoadMeter load;
   const double rate = product_rate(asked);
   const int readings = Estimate(spec, asked, rate, 0).readings();

@@ -22,6 +22,7 @@ TEST(GpuMonitor, TellsWhatTheCardTells) {
     EXPECT_EQ(*second.energy - *first.energy, 6.0);
     EXPECT_EQ(monitor->link(), "PCIe 4.0 x8 now, PCIe 4.0 x16 at most");
     EXPECT_EQ(monitor->bytes_used(), 100U);
+    EXPECT_EQ(monitor->bytes_free(), 900U);
   }
   EXPECT_EQ(running(), 0);
   dlclose(library);

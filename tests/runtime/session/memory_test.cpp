@@ -235,15 +235,19 @@ TEST(OutOfMemory, UnderACapThatIsTooLow) {
   EXPECT_EQ(run.step(1).step, 2);
 }
 
-// What is computed after the sessions has all memory.
-TEST(OutOfMemory, TheCapEndsWithTheLastSession) {
-  const auto takes_more_than_the_budget = [] { torch::empty({128 * static_cast<std::int64_t>(kMiB)}, torch::kByte); };
+// Each session's budget counts; what is computed after all of them has all memory.
+TEST(OutOfMemory, TheCapIsThatOfAllSessions) {
+  const auto take = [](std::int64_t mib) { torch::empty({mib * static_cast<std::int64_t>(kMiB)}, torch::kByte); };
   {
     const Trainee outer(cases("0.1").front(), in_memory(1, 1.0));
-    { const Trainee inner(cases("0.1").front(), in_memory(1, 1.0)); }
-    EXPECT_THROW(takes_more_than_the_budget(), c10::OutOfMemoryError);
+    {
+      const Trainee inner(cases("0.1").front(), in_memory(1, 1.0));
+      EXPECT_NO_THROW(take(96));
+      EXPECT_THROW(take(128), c10::OutOfMemoryError);
+    }
+    EXPECT_THROW(take(96), c10::OutOfMemoryError);
   }
-  EXPECT_NO_THROW(takes_more_than_the_budget());
+  EXPECT_NO_THROW(take(128));
 }
 
 // What else torch throws is no lack of memory.
