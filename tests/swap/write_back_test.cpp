@@ -50,9 +50,11 @@ struct Filling final : UpdateWork {
 struct LosableDevice final : testing::ForwardingDevice {
   bool gone = false;
   LosableDevice() : ForwardingDevice(open_cpu_device({.chaos_seed = 3})) {}
+  // Of a device that is gone nothing is under way any more.
   io::Error synchronize(const Event& event) override {
+    io::Error error = ForwardingDevice::synchronize(event);
     if (gone) return {.kind = io::ErrorKind::io, .detail = "the device is gone"};
-    return ForwardingDevice::synchronize(event);
+    return error;
   }
 };
 
