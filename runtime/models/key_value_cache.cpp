@@ -35,9 +35,9 @@ void for_each_run(std::int64_t begin, std::int64_t end, std::int64_t slots, Use 
 // all [1, tokens, kv heads, head_dim], of which the last ones are kept: token `before` of the sequence is the first.
 void keep(const Tensor& kept, const Tensor& all, std::int64_t before) {
   const std::int64_t slots = kept.size(1), end = before + all.size(1), begin = std::max(before, end - slots);
-  const Tensor here = models::download(all)[0];
+  const Tensor last = models::download(all[0].narrow(0, begin - before, end - begin));
   for_each_run(begin, end, slots, [&](std::int64_t first, std::int64_t slot, std::int64_t count) {
-    kept.narrow(1, slot, count).copy_(here.narrow(0, begin - before + first, count).transpose(0, 1));
+    kept.narrow(1, slot, count).copy_(last.narrow(0, first, count).transpose(0, 1));
   });
 }
 

@@ -257,11 +257,11 @@ void Session::Impl::make_store(const swap::Store::Contents& left) {
     plan.speculates = false;
     made = with_room([&] { return swap::Store::create(store_options(model->spec(), options, plan), *plan.layout); });
   }
-  if (!made.ok() && made.error().error_number == ENOSPC && plan.commit_every != 0)
-    fail_with_more(made.error(),
-                   "--durability export-only keeps one copy of the state, not two, and a crash loses the run");
   if (!made.ok() && made.error().error_number == ENOSPC)
-    fail_with_more(made.error(), "name larger drives, or more of them, as --storage");
+    fail_with_more(made.error(), plan.commit_every != 0
+                                     ? "--durability export-only keeps one copy of the state, not two, "
+                                       "and a crash loses the run"
+                                     : "name larger drives, or more of them, as --storage");
   store = value_or_throw(std::move(made));
   leave_note(options.storage, plan.commit_every != 0);
 }
