@@ -23,7 +23,6 @@ ALLOWED = (
     r"only root (may become|becomes) another user|only root gives files away|this user may not lock a gibibyte of memory",
     r"no (dpkg|cuobjdump) here",
     r"this machine has no io_uring",
-    r"this processor does not multiply bf16",
 )
 MOUNTING = ("losetup", "mount", "umount", "mkfs.ext4")  # programs that the tests of real file systems run
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "runtime/models/ops.h"
+#include "runtime/models/products.h"
 #include "runtime/spec/adapters.h"
 
 namespace tierflow::models {
@@ -26,7 +27,7 @@ Adapter::Adapter(const TensorIndex& index, const std::string& module) : a(index.
 }
 
 Tensor Adapter::product(const Weights& weights, const Tensor& x, int first, int second) const {
-  return at::linear(at::linear(x, at_position(weights, first)) * scale, at_position(weights, second));
+  return linear_map(linear_map(x, at_position(weights, first)) * scale, at_position(weights, second));
 }
 
 Tensor Adapter::add_to(const Tensor& y, const Weights& weights, const Tensor& x, double dropout) const {
@@ -68,7 +69,7 @@ Tensor Adapter::scaled(const Tensor& y, const Weights& weights, const Tensor& we
   const Tensor gain = magnitude(weights) / lengths(weights, weight);
   if (dropout == 0) return ((y + product(weights, x, a, b)) * gain).to(y.scalar_type());
   const Tensor left = with_dropout(x, dropout, true);
-  return y + ((gain - 1) * at::linear(left, weight) + gain * product(weights, left, a, b)).to(y.scalar_type());
+  return y + ((gain - 1) * linear_map(left, weight) + gain * product(weights, left, a, b)).to(y.scalar_type());
 }
 
 Adapter::Incoming Adapter::incoming(const Weights& weights, const Tensor& weight, const Tensor& d_y) const {
@@ -78,27 +79,28 @@ Adapter::Incoming Adapter::incoming(const Weights& weights, const Tensor& weight
     in.reciprocals = lengths(weights, weight).reciprocal();
     in.sum = (d_y * (magnitude(weights) * in.reciprocals)).to(d_y.scalar_type());
   }
-  in.low = at::mm(in.of_sum(d_y), at_position(weights, b)).mul_(scale);
+  in.low = matrix_product(in.of_sum(d_y), at_position(weights, b)).mul_(scale);
   return in;
 }
 
 void Adapter::add_input_gradient(Tensor& d_x, const Weights& weights, const Tensor& d_y, const Incoming& in) const {
   if (a < 0) return;
-  d_x.addmm_(in.low, at_position(weights, a));
-  if (a0 >= 0) d_x.addmm_(at::mm(d_y, at_position(weights, b0)).mul_(-scale), at_position(weights, a0));
+  add_matrix_product(d_x, in.low, at_position(weights, a));
+  if (a0 >= 0)
+    add_matrix_product(d_x, matrix_product(d_y, at_position(weights, b0)).mul_(-scale), at_position(weights, a0));
 }
 
 void Adapter::add_gradients(const Gradients& sums, const Weights& weights, const Tensor& weight, const Tensor& d_y,
                             const Tensor& x, const Incoming& in) const {
   if (a < 0) return;
   sums.add_product(a, in.low, x);
-  if (sums.wants(b)) sums.add_product(b, in.of_sum(d_y), at::linear(x, at_position(weights, a)).mul_(scale));
+  if (sums.wants(b)) sums.add_product(b, in.of_sum(d_y), linear_map(x, at_position(weights, a)).mul_(scale));
   if (!sums.wants(m)) return;
   Tensor total = at::zeros_like(in.reciprocals);
   for (std::int64_t token = 0; token < x.size(0); token += kMagnitudeTokens) {
     const std::int64_t count = std::min(kMagnitudeTokens, x.size(0) - token);
     const Tensor part = x.narrow(0, token, count);
-    const Tensor sum = at::linear(part, weight) + product(weights, part, a, b);
+    const Tensor sum = linear_map(part, weight) + product(weights, part, a, b);
     total.add_((d_y.narrow(0, token, count).to(total.scalar_type()) * sum).sum(0));
   }
   at_position(sums, m).add_(total.mul_(in.reciprocals));

@@ -23,11 +23,42 @@ using kernels::kKeys;
 using kernels::kQueries;
 using Bits = std::uint16_t;
 
+void multiply_by_brgemm(std::int64_t m, std::int64_t n, std::int64_t k, const Bits* a, std::int64_t a_stride,
+                        const Bits* b, float* c, bool add) {
+  at::native::cpublas::brgemm(m, n, k, a_stride, n, n, add, reinterpret_cast<const at::BFloat16*>(a),
+                              reinterpret_cast<const at::BFloat16*>(b), c, /*is_vnni=*/true);
+}
+
+// Whether the processor multiplies bf16, and torch by that.
+bool has_brgemm() {
+  static const bool has = [] {
+#if defined(__x86_64__)
+    if (!__builtin_cpu_supports("avx512bf16")) return false;
+#else
+    return false;
+#endif
+    try {
+      std::vector<Bits> a(64 * 64), b(64 * 64);
+      std::vector<float> c(64 * 64);
+      multiply_by_brgemm(64, 64, 64, a.data(), 64, b.data(), c.data(), false);
+      at::native::cpublas::brgemm_release();
+      return true;
+    } catch (const c10::Error&) {
+      return false;
+    }
+  }();
+  return has;
+}
+
 // c [m, n] (+)= a [m, k] b, with b in pairs [k / 2][n][2]; c dense.
 void multiply(std::int64_t m, std::int64_t n, std::int64_t k, const Bits* a, std::int64_t a_stride, const Bits* b,
               float* c, bool add) {
-  at::native::cpublas::brgemm(m, n, k, a_stride, n, n, add, reinterpret_cast<const at::BFloat16*>(a),
-                              reinterpret_cast<const at::BFloat16*>(b), c, /*is_vnni=*/true);
+  (has_brgemm() ? multiply_by_brgemm : kernels::multiply_pairs)(m, n, k, a, a_stride, b, c, add);
+}
+
+// Ends a thread's products.
+void end_products() {
+  if (has_brgemm()) at::native::cpublas::brgemm_release();
 }
 
 // Rows of one head of x [batch, sequence, heads, dim].
@@ -113,26 +144,6 @@ std::vector<Document> in_chunks(const std::vector<Document>& documents, std::int
   return parts;
 }
 
-bool attention_in_blocks_supported() {
-  static const bool supported = [] {
-#if defined(__x86_64__)
-    if (!__builtin_cpu_supports("avx512bf16")) return false;
-#else
-    return false;
-#endif
-    try {
-      std::vector<Bits> a(64 * 64), b(64 * 64);
-      std::vector<float> c(64 * 64);
-      multiply(64, 64, 64, a.data(), 64, b.data(), c.data(), false);
-      at::native::cpublas::brgemm_release();
-      return true;
-    } catch (const c10::Error&) {
-      return false;
-    }
-  }();
-  return supported;
-}
-
 namespace {
 
 // fp32 on the CPU, or undefined.
@@ -189,7 +200,7 @@ BlockAttention in_blocks(const Tensor& q_in, const Tensor& k_in, const Tensor& v
       kernels::softmax_end(sums.data(), most.data(), total.data(), outs.at(b, head, first), outs.stride,
                            lses + (b * s.heads + head) * s.length + first, rows, s.dim);
     }
-    at::native::cpublas::brgemm_release();
+    end_products();
   });
   return {out, lse};
 }
@@ -265,7 +276,7 @@ AttentionGradient in_blocks_backward(const Tensor& d_out_in, const Tensor& q_in,
       kernels::round_rows(d_k.data(), d_ks.at(b, kv), d_ks.stride, s.length, s.dim);
       kernels::round_rows(d_v.data(), d_vs.at(b, kv), d_vs.stride, s.length, s.dim);
     }
-    at::native::cpublas::brgemm_release();
+    end_products();
   });
   if (d_sinks.defined()) gradient.sinks = d_sinks.sum(0);
   return gradient;
@@ -302,8 +313,7 @@ AttentionGradient attention_in_blocks_backward(const Tensor& d_out, const Tensor
 }
 
 bool attention_is_in_blocks(const Tensor& q, const AttentionRules& rules, double dropout) {
-  return q.is_cpu() && q.scalar_type() == at::kBFloat16 && dropout <= 0 && rules.softcap <= 0 && q.size(3) % 2 == 0 &&
-         attention_in_blocks_supported();
+  return q.is_cpu() && q.scalar_type() == at::kBFloat16 && dropout <= 0 && rules.softcap <= 0 && q.size(3) % 2 == 0;
 }
 
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules, double dropout) {

@@ -46,8 +46,8 @@ std::vector<Document> in_chunks(const std::vector<Document>& documents, std::int
                                 std::int64_t chunk);
 
 // [batch, sequence, heads, head_dim]; differentiable where autograd is on, towards the sinks too. On the CPU in bf16
-// without dropout this is attention in blocks (below) where the machine multiplies bf16; otherwise what
-// device_attention.h has, or torch's (torch_attention.h).
+// without dropout and softcap this is attention in blocks (below); otherwise what device_attention.h has, or torch's
+// (torch_attention.h).
 at::Tensor attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionRules& rules,
                      double dropout);
 
@@ -58,8 +58,8 @@ bool attention_is_in_blocks(const at::Tensor& q, const AttentionRules& rules, do
 // fp32, probabilities rounded to bf16 before they multiply. The same bits on any number of threads. A block of keys
 // that none of a block's queries sees is skipped: packed rows cost about what their documents cost. Blocks are counted
 // from the row's begin. So a document has the bits of the same document alone where it begins at a multiple of 128;
-// elsewhere its sums are cut differently.
-bool attention_in_blocks_supported();
+// elsewhere its sums are cut differently. A processor that multiplies bf16 does so; others multiply in fp32
+// (attention_kernels.h).
 struct BlockAttention {
   at::Tensor out;  // as q, dense
   at::Tensor lse;  // fp32 [batch, heads, sequence]: log of each query's sum of exponentials, the sink's among them

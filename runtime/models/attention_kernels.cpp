@@ -6,6 +6,64 @@
 #include "runtime/models/kernel_math.h"
 
 namespace tierflow::models::kernels {
+namespace {
+
+constexpr std::int64_t kVector = 8;
+typedef float Floats __attribute__((vector_size(4 * kVector)));
+typedef std::uint32_t Words __attribute__((vector_size(4 * kVector)));
+
+// kRows rows of c, as multiply_pairs() has them, from column `column` on: two vectors of them.
+template <int kRows>
+__attribute__((always_inline)) inline void multiply_columns(std::int64_t column, std::int64_t n, std::int64_t k,
+                                                            const std::uint16_t* a, std::int64_t a_stride,
+                                                            const std::uint16_t* b, float* c, bool add) {
+  Floats sums[kRows][2] = {};
+  if (add) {
+    for (int row = 0; row < kRows; ++row) std::memcpy(sums[row], c + row * n + column, sizeof(sums[row]));
+  }
+  for (std::int64_t pair = 0; pair < k / 2; ++pair) {
+    Words words[2];
+    std::memcpy(words, b + 2 * (pair * n + column), sizeof(words));
+    const Floats first[2] = {reinterpret_cast<Floats>(words[0] << 16), reinterpret_cast<Floats>(words[1] << 16)};
+    const Floats second[2] = {reinterpret_cast<Floats>(words[0] & 0xffff0000U),
+                              reinterpret_cast<Floats>(words[1] & 0xffff0000U)};
+    for (int row = 0; row < kRows; ++row) {
+      const float x = wide(a[row * a_stride + 2 * pair]), y = wide(a[row * a_stride + 2 * pair + 1]);
+      for (int i = 0; i < 2; ++i) {
+        sums[row][i] += x * first[i];
+        sums[row][i] += y * second[i];
+      }
+    }
+  }
+  for (int row = 0; row < kRows; ++row) std::memcpy(c + row * n + column, sums[row], sizeof(sums[row]));
+}
+
+template <int kRows>
+__attribute__((always_inline)) inline void multiply_rows(std::int64_t n, std::int64_t k, const std::uint16_t* a,
+                                                         std::int64_t a_stride, const std::uint16_t* b, float* c,
+                                                         bool add) {
+  std::int64_t column = 0;
+  for (; column + 2 * kVector <= n; column += 2 * kVector)
+    multiply_columns<kRows>(column, n, k, a, a_stride, b, c, add);
+  for (; column < n; ++column) {
+    for (int row = 0; row < kRows; ++row) {
+      float sum = add ? c[row * n + column] : 0;
+      for (std::int64_t i = 0; i < k; ++i)
+        sum += wide(a[row * a_stride + i]) * wide(b[2 * (i / 2 * n + column) + i % 2]);
+      c[row * n + column] = sum;
+    }
+  }
+}
+
+}  // namespace
+
+TIERFLOW_CLONES void multiply_pairs(std::int64_t m, std::int64_t n, std::int64_t k, const std::uint16_t* a,
+                                    std::int64_t a_stride, const std::uint16_t* b, float* c, bool add) {
+  constexpr int kRows = 4;
+  std::int64_t row = 0;
+  for (; row + kRows <= m; row += kRows) multiply_rows<kRows>(n, k, a + row * a_stride, a_stride, b, c + row * n, add);
+  for (; row < m; ++row) multiply_rows<1>(n, k, a + row * a_stride, a_stride, b, c + row * n, add);
+}
 
 TIERFLOW_CLONES void pack_transposed(const std::uint16_t* x, std::int64_t stride, std::int64_t rows, std::int64_t dim,
                                      std::uint16_t* out, std::int64_t width) {

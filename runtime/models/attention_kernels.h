@@ -25,6 +25,11 @@ void pack(const std::uint16_t* x, std::int64_t stride, std::int64_t rows, std::i
 void transpose(const std::uint16_t* x, std::int64_t stride, std::int64_t rows, std::int64_t dim, std::uint16_t* out,
                std::int64_t width);
 
+// c [m, n] = a [m, k] b, + c where `add`: bf16 in, fp32 sums in the order of k; b in pairs [k / 2][n][2], c dense. For
+// processors that do not multiply bf16 themselves. The same bits on each of them.
+void multiply_pairs(std::int64_t m, std::int64_t n, std::int64_t k, const std::uint16_t* a, std::int64_t a_stride,
+                    const std::uint16_t* b, float* c, bool add);
+
 // Takes scores [rows, kKeys] into the running softmax: p [rows, kKeys] = exp(scale scores - most), most and total
 // [rows] updated, out [rows, dim] rescaled to the new most. Scores that do not count become -infinity.
 void softmax_step(float* scores, std::uint16_t* p, float* most, float* total, float* out, std::int64_t rows,

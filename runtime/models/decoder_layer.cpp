@@ -9,6 +9,7 @@
 #include "runtime/models/decoder.h"
 #include "runtime/models/loss_head.h"
 #include "runtime/models/ops.h"
+#include "runtime/models/products.h"
 #include "runtime/spec/families.h"
 #include "runtime/spec/model_units.h"
 
@@ -175,7 +176,7 @@ Tensor linear_backward(const Tensor& weight, const Tensor& weight_sum, const Ten
   const RoundedSums rounded(biases, products);
   add_rows(rounded.own()[0], d);
   rounded.add();
-  return at::mm(d, weight.detach()).view(x.sizes());
+  return matrix_product(d, weight.detach()).view(x.sizes());
 }
 
 void embedding_backward(const Tensor& sum, const Tensor& ids, const Tensor& d, std::int64_t padding) {

@@ -6,6 +6,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/models/ops.h"
+#include "runtime/models/products.h"
 #include "runtime/models/row_kernels.h"
 
 namespace tierflow::models {
@@ -67,7 +68,7 @@ Carry Embedding::forward(const Weights& weights, const Carry& carry, const Share
       look_up(weights[static_cast<std::size_t>(tokens_)], carry.empty() ? at::Tensor() : carry.at(0), shared.ids);
   if (const at::Tensor adapted = low(weights, carry, shared.ids); adapted.defined()) {
     if (!is_last()) return {hidden, adapted};
-    hidden = hidden + at::linear(adapted * scale_, at_position(weights, b_));
+    hidden = hidden + linear_map(adapted * scale_, at_position(weights, b_));
   }
   if (multiplier_ != 1) hidden = hidden * rounded_multiplier(hidden);
   if (positions_ >= 0) {
@@ -105,7 +106,7 @@ Carry Embedding::backward(const Weights& weights, const Gradients& gradients, co
   if (b_ >= 0) {
     const at::Tensor adapted = low(weights, carry, shared.ids);
     gradients.add_product(b_, flat, (adapted * scale_).reshape({-1, adapted.size(-1)}));
-    d_low = at::mm(flat, at_position(weights, b_)).mul_(scale_);
+    d_low = matrix_product(flat, at_position(weights, b_)).mul_(scale_);
   }
   if (gradients.wants(a_)) add_gradient(gradients[static_cast<std::size_t>(a_)], shared.ids, d_low);
   if (gradients.wants(positions_)) {

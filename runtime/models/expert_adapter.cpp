@@ -3,20 +3,21 @@
 #include <ATen/ATen.h>
 
 #include "runtime/models/layered_model.h"
+#include "runtime/models/products.h"
 #include "runtime/spec/expert_parameters.h"
 
 namespace tierflow::models {
 
 at::Tensor ExpertFactors::low(const at::Tensor& x) const {
-  return a.defined() ? at::linear(x, a) * scale : at::Tensor();
+  return a.defined() ? linear_map(x, a) * scale : at::Tensor();
 }
 
 at::Tensor ExpertFactors::low_gradient(const at::Tensor& d_y) const {
-  return a.defined() ? at::mm(d_y, b).mul_(scale) : at::Tensor();
+  return a.defined() ? matrix_product(d_y, b).mul_(scale) : at::Tensor();
 }
 
 at::Tensor with_product(const at::Tensor& y, const at::Tensor& low, const at::Tensor& b) {
-  return low.defined() ? y + at::linear(low, b) : y;
+  return low.defined() ? y + linear_map(low, b) : y;
 }
 
 ExpertAdapter::ExpertAdapter(const TensorIndex& index, const std::string& module, const std::string& name) {

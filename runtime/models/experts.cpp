@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "runtime/models/ops.h"
+#include "runtime/models/products.h"
 #include "runtime/spec/adapters.h"
 #include "runtime/spec/expert_parameters.h"
 
@@ -140,13 +141,13 @@ Experts::Kept Experts::expand(const Weights& weights, const Tensor& normed, cons
       const Matrices matrices = of(weights, expert);
       const Tensor low = matrices.in.low(x);
       if (matrices.both.defined()) {
-        const Tensor both = with_product(at::linear(x, matrices.both, matrices.both_bias), low, matrices.in.b);
+        const Tensor both = with_product(linear_map(x, matrices.both, matrices.both_bias), low, matrices.in.b);
         gates.push_back(part_of(both, 0));
         ups.push_back(part_of(both, 1));
         continue;
       }
-      gates.push_back(with_product(at::linear(x, matrices.gate), low, half_of(matrices.in, 0)));
-      ups.push_back(with_product(at::linear(x, matrices.up), low, half_of(matrices.in, 1)));
+      gates.push_back(with_product(linear_map(x, matrices.gate), low, half_of(matrices.in, 0)));
+      ups.push_back(with_product(linear_map(x, matrices.up), low, half_of(matrices.in, 1)));
     }
     return {.gate = at::cat(gates), .up = at::cat(ups)};
   }
@@ -161,16 +162,16 @@ Experts::Kept Experts::expand(const Weights& weights, const Tensor& normed, cons
     const Tensor low = matrices.in.low(x);
     Tensor gate = kept.gate.narrow(0, row, count), up = kept.up.narrow(0, row, count);
     if (matrices.both.defined()) {
-      const Tensor both = with_product(at::linear(x, matrices.both, matrices.both_bias), low, matrices.in.b);
+      const Tensor both = with_product(linear_map(x, matrices.both, matrices.both_bias), low, matrices.in.b);
       gate.copy_(part_of(both, 0));
       up.copy_(part_of(both, 1));
       continue;
     }
-    at::mm_out(gate, x, matrices.gate.t());
-    at::mm_out(up, x, matrices.up.t());
+    matrix_product_into(gate, x, matrices.gate.t());
+    matrix_product_into(up, x, matrices.up.t());
     if (!low.defined()) continue;
-    gate.add_(at::linear(low, half_of(matrices.in, 0)));
-    up.add_(at::linear(low, half_of(matrices.in, 1)));
+    gate.add_(linear_map(low, half_of(matrices.in, 0)));
+    up.add_(linear_map(low, half_of(matrices.in, 1)));
   }
   return kept;
 }
@@ -182,7 +183,7 @@ void Experts::contract(const Weights& weights, const Kept& kept, const Routing& 
     if (count == 0) continue;
     const Tensor inner = between(kept.gate.narrow(0, row, count), kept.up.narrow(0, row, count));
     const Matrices matrices = of(weights, expert);
-    const Tensor result = with_product(at::linear(inner, matrices.down, matrices.down_bias),
+    const Tensor result = with_product(linear_map(inner, matrices.down, matrices.down_bias),
                                        matrices.of_down.low(inner), matrices.of_down.b)
                               .to(sum.scalar_type());
     sum.index_add_(0, of_expert(assignment.tokens, assignment, expert),
@@ -193,7 +194,9 @@ void Experts::contract(const Weights& weights, const Kept& kept, const Routing& 
 // Of the gradients of gate and up, that of low().
 Tensor Experts::low_gradient(const ExpertFactors& in, const Tensor& d_gate, const Tensor& d_up) const {
   if (!in) return {};
-  return at::mm(d_gate, half_of(in, 0)).addmm_(d_up, half_of(in, 1)).mul_(in.scale);
+  Tensor d_low = matrix_product(d_gate, half_of(in, 0));
+  add_matrix_product(d_low, d_up, half_of(in, 1));
+  return d_low.mul_(in.scale);
 }
 
 // The gradient of what the expert took, which `taken` gives; adds those of the matrices that took it.
@@ -222,9 +225,9 @@ Tensor Experts::backward_in(const Gradients& sums, const Matrices& matrices, con
     }
   }
   if (d_both.defined()) add_rows(gradients.both_bias, d_both);
-  Tensor d_x =
-      d_both.defined() ? at::mm(d_both, matrices.both) : at::mm(d_gate, matrices.gate).addmm_(d_up, matrices.up);
-  if (factors) d_x.addmm_(d_low, factors.a);
+  Tensor d_x = d_both.defined() ? matrix_product(d_both, matrices.both) : matrix_product(d_gate, matrices.gate);
+  if (!d_both.defined()) add_matrix_product(d_x, d_up, matrices.up);
+  if (factors) add_matrix_product(d_x, d_low, factors.a);
   return d_x;
 }
 
@@ -241,9 +244,9 @@ void Experts::backward(const Weights& weights, const Gradients& sums, const Tens
     const auto weighted = [&](const Tensor& result) { return spec_.weights_of_input ? result : result * weight; };
     const Matrices matrices = of(weights, expert), gradients = of(sums.tensors(), expert);
     const Tensor d = d_out.index_select(0, tokens);
-    Tensor unweighted = at::mm(d, matrices.down);
+    Tensor unweighted = matrix_product(d, matrices.down);
     const Tensor d_low = matrices.of_down.low_gradient(d);
-    if (d_low.defined()) unweighted.addmm_(d_low, matrices.of_down.a);
+    if (d_low.defined()) add_matrix_product(unweighted, d_low, matrices.of_down.a);
     Tensor inner = weighted(unweighted).to(normed.scalar_type());
     Tensor gate = kept.gate.narrow(0, row, count), up = kept.up.narrow(0, row, count);
     // Now gradients, and what down took.

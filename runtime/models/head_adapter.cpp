@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "runtime/models/ops.h"
+#include "runtime/models/products.h"
 #include "runtime/models/random_numbers.h"
 
 namespace tierflow::models {
@@ -17,8 +18,8 @@ int head_adapter_rows(const TensorIndex& index) {
 }
 
 void HeadRows::logits(Tensor& logits, const Tensor& normed, const Tensor& low) const {
-  at::mm_out(logits, normed, output.t());
-  if (low.defined()) logits.addmm_(low, b.t());
+  matrix_product_into(logits, normed, output.t());
+  if (low.defined()) add_matrix_product(logits, low, b.t());
 }
 
 HeadAdapter::HeadAdapter(const TensorIndex& index, double dropout) : a_(index.find(kA)), dropout_(dropout) {
@@ -29,7 +30,7 @@ Tensor HeadAdapter::low(const Weights& weights, const Tensor& normed, bool train
   if (a_ < 0 || !at_position(weights, a_).defined()) return {};
   Kept drawn{.taken = normed, .mask = {}};
   if (training && dropout_ > 0) std::tie(drawn.taken, drawn.mask) = dropped(normed, dropout_);
-  Tensor low = at::mm(drawn.taken, at_position(weights, a_).t()).mul_(scale_);
+  Tensor low = matrix_product(drawn.taken, at_position(weights, a_).t()).mul_(scale_);
   if (kept != nullptr) *kept = std::move(drawn);
   return low;
 }
@@ -41,9 +42,9 @@ void HeadAdapter::backward(const Weights& weights, const Gradients& sums, const 
   const Tensor scaled = (d_low * scale_).to(a.scalar_type());
   sums.add_product(a_, scaled, kept.taken);
   if (kept.mask.defined())
-    d.add_(at::native_dropout_backward(at::mm(scaled, a), kept.mask, 1 / (1 - dropout_)));
+    d.add_(at::native_dropout_backward(matrix_product(scaled, a), kept.mask, 1 / (1 - dropout_)));
   else
-    d.addmm_(scaled, a);
+    add_matrix_product(d, scaled, a);
 }
 
 }  // namespace tierflow::models

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "runtime/models/ops.h"
+#include "runtime/models/products.h"
 
 namespace tierflow::models {
 Linear::Linear(const TensorIndex& index, const std::string& name) {
@@ -21,10 +22,10 @@ at::Tensor Linear::weight(const Weights& weights) const {
 at::Tensor Linear::operator()(const Weights& weights, const at::Tensor& x, double dropout) const {
   const at::Tensor w = weight(weights);
   if (adapter_.has_magnitude()) {
-    const at::Tensor scaled = adapter_.scaled(at::linear(x, w), weights, w, x, dropout);
+    const at::Tensor scaled = adapter_.scaled(linear_map(x, w), weights, w, x, dropout);
     return bias_ < 0 ? scaled : scaled + at_position(weights, bias_);
   }
-  const at::Tensor y = bias_ < 0 ? at::linear(x, w) : at::linear(x, w, at_position(weights, bias_));
+  const at::Tensor y = bias_ < 0 ? linear_map(x, w) : linear_map(x, w, at_position(weights, bias_));
   return adapter_.add_to(y, weights, x, dropout);
 }
 
@@ -36,14 +37,14 @@ void Linear::add_gradient(const Weights& weights, const Gradients& sums, const a
 }
 
 at::Tensor Linear::input_gradient(const Weights& weights, const at::Tensor& d_y, const Adapter::Incoming& in) const {
-  at::Tensor d_x = at::mm(in.of_sum(d_y), weight(weights));
+  at::Tensor d_x = matrix_product(in.of_sum(d_y), weight(weights));
   adapter_.add_input_gradient(d_x, weights, d_y, in);
   return d_x;
 }
 
 void Linear::add_input_gradient(const Weights& weights, at::Tensor& d_x, const at::Tensor& d_y,
                                 const Adapter::Incoming& in) const {
-  d_x.addmm_(in.of_sum(d_y), weight(weights));
+  add_matrix_product(d_x, in.of_sum(d_y), weight(weights));
   adapter_.add_input_gradient(d_x, weights, d_y, in);
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "runtime/models/ops.h"
+#include "runtime/models/products.h"
 
 namespace tierflow::models {
 namespace {
@@ -124,11 +125,11 @@ HeadResult LossHead::loss_and_backward(const Weights& weights, const Gradients& 
       });
     }
     rule_.backward(logits, slope);
-    at::mm_out(d_part, logits, output);
+    matrix_product_into(d_part, logits, output);
     gradients.add_product(output_, logits, part);
     if (!low.defined()) continue;
     at::Tensor d_low_part = d_low.narrow(0, first, rows);
-    at::mm_out(d_low_part, logits, head.b);
+    matrix_product_into(d_low_part, logits, head.b);
     gradients.add_product(b_, logits, low_part);
   }
   buffer.reset();

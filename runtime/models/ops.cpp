@@ -11,6 +11,7 @@
 
 #include "runtime/models/grain.h"
 #include "runtime/models/kernels.h"
+#include "runtime/models/products.h"
 #include "runtime/models/random_numbers.h"
 #include "runtime/models/row_kernels.h"
 
@@ -300,7 +301,7 @@ void add_product(const Tensor& sum, const Tensor& a, const Tensor& b) {
   for (std::int64_t row = 0; row < m; row += tile) {
     const std::int64_t count = std::min(tile, m - row);
     Tensor part = product.narrow(0, 0, count);
-    at::mm_out(part, a.narrow(1, row, count).t(), b);
+    matrix_product_into(part, a.narrow(1, row, count).t(), b);
     sum.narrow(0, row, count).add_(part);
   }
 }

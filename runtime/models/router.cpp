@@ -6,6 +6,7 @@
 
 #include "runtime/models/norm.h"
 #include "runtime/models/ops.h"
+#include "runtime/models/products.h"
 #include "runtime/models/upload.h"
 
 namespace tierflow::models {
@@ -84,7 +85,7 @@ at::Tensor Router::in_type(const at::Tensor& x) const {
 
 at::Tensor Router::logits(const Weights& weights, const at::Tensor& normed) const {
   const at::Tensor x = in_type(normed), weight = in_type(weights[static_cast<std::size_t>(weight_)]);
-  return bias_ < 0 ? at::linear(x, weight) : at::linear(x, weight, in_type(weights[static_cast<std::size_t>(bias_)]));
+  return bias_ < 0 ? linear_map(x, weight) : linear_map(x, weight, in_type(weights[static_cast<std::size_t>(bias_)]));
 }
 
 Routing Router::route(const Weights& weights, const at::Tensor& logits) const {
@@ -96,7 +97,7 @@ at::Tensor Router::backward(const Weights& weights, const Gradients& sums, const
   const at::Tensor x = in_type(normed), d = d_logits.to(x.scalar_type());
   sums.add_product(weight_, d, x);
   add_rows(at_or_none(sums, bias_), d_logits);
-  return at::mm(d, in_type(weights[static_cast<std::size_t>(weight_)]));
+  return matrix_product(d, in_type(weights[static_cast<std::size_t>(weight_)]));
 }
 
 void tell(const Assignment& assignment, std::int64_t block, ExpertsTouched* touched) {

@@ -6,6 +6,7 @@
 
 #include "runtime/models/loss_head.h"
 #include "runtime/models/ops.h"
+#include "runtime/models/products.h"
 
 namespace tierflow::models {
 namespace {
@@ -31,7 +32,7 @@ void for_each_chunk(const Tensor& normed, const Tensor& low, const HeadRows& til
 
 // Writes what a chunk's product with `matrix` gives with what the tiles after this one have summed.
 void add_here(const Tensor& d_logits, const Tensor& matrix, const Tensor& before, const Tensor& d) {
-  const Tensor here = at::mm(d_logits, matrix);
+  const Tensor here = matrix_product(d_logits, matrix);
   if (before.defined()) {
     Tensor sum = d;
     at::add_out(sum, before, here);

@@ -6,6 +6,8 @@
 #include <optional>
 #include <vector>
 
+#include "runtime/models/products.h"
+
 namespace tierflow::models {
 namespace {
 
@@ -91,6 +93,10 @@ class WithoutCudnn {
 }  // namespace
 
 Tensor torch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionRules& rules, double dropout) {
+  if (multiplied_in_fp32(q)) {
+    const auto wide = at::kFloat;
+    return torch_attention(q.to(wide), k.to(wide), v.to(wide), rules, dropout).to(q.scalar_type());
+  }
   std::optional<WithoutCudnn> without;
   if (q.is_cuda()) without.emplace();
   if (rules.documents.empty()) return attention_of_rows(q, k, v, rules, dropout);

@@ -10,6 +10,7 @@
 #include "runtime/base/load_meter.h"
 #include "runtime/base/machine.h"
 #include "runtime/device/device_memory.h"
+#include "runtime/models/products.h"
 #include "runtime/planning/repeat.h"
 #include "runtime/session/layers.h"
 #include "runtime/session/profiler.h"
@@ -146,7 +147,7 @@ double product_rate(const SessionOptions& options) {
   const std::int64_t rows = std::clamp<std::int64_t>(options.micro_batch * options.sequence_length, 16, kWidth);
   const torch::Tensor a = torch::ones({rows, kWidth}, kind), b = torch::ones({kWidth, kWidth}, kind);
   const auto product = [&] {
-    torch::mm(a, b);
+    models::matrix_product(a, b);
     if (cuda) torch::cuda::synchronize();
   };
   product();

@@ -15,7 +15,8 @@ add_executable(models_test
   models/router_test.cpp
   models/row_lanes_test.cpp
   models/step_test.cpp
-  models/tiles_test.cpp)
+  models/tiles_test.cpp
+  models/products_test.cpp)
 tierflow_in_batches(models_test 4 "_test[.]cpp$")
 target_link_libraries(models_test PRIVATE GTest::gmock GTest::gtest_main)
 add_test(NAME models_test COMMAND models_test)

@@ -5,7 +5,10 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/functional/loss.h>
 
+#include <array>
+
 #include "runtime/models/attention.h"
+#include "runtime/models/attention_kernels.h"
 #include "tests/runtime/models/fixture.h"
 
 namespace tierflow::testing {
@@ -211,6 +214,25 @@ TEST(Ops, rows_add_at_their_tokens) {
   models::add_rows_at(exact, ids, d);
   EXPECT_LT(relative_error(sum, exact), 1e-6);
   EXPECT_ANY_THROW(models::add_rows_at(sum, ids + 1, d));
+}
+
+// As processors that do not multiply bf16 have it; here on every one.
+TEST(Attention, multiplies_pairs_in_fp32) {
+  torch::manual_seed(5);
+  for (const auto& [m, n, k] : {std::array<std::int64_t, 3>{64, 128, 80}, {5, 24, 128}, {1, 2, 2}, {63, 66, 64}}) {
+    SCOPED_TRACE(::testing::Message() << m << " x " << k << " x " << n);
+    const Tensor wider = random({m, k + 3}), a = wider.narrow(1, 0, k), b = random({k, n});
+    const Tensor pairs = b.view({k / 2, 2, n}).transpose(1, 2).contiguous();
+    const Tensor before = torch::randn({m, n}), exact = torch::mm(leaf(a), leaf(b)).detach();
+    for (const bool add : {false, true}) {
+      const Tensor c = add ? before.clone() : torch::full({m, n}, NAN);
+      models::kernels::multiply_pairs(m, n, k, static_cast<const std::uint16_t*>(a.const_data_ptr()), a.stride(0),
+                                      static_cast<const std::uint16_t*>(pairs.const_data_ptr()),
+                                      c.mutable_data_ptr<float>(), add);
+      const Tensor wanted = add ? exact + before : exact;
+      EXPECT_LT((c - wanted).abs().max().item<double>(), 1e-5 * static_cast<double>(k));
+    }
+  }
 }
 
 // bf16 on the CPU, and torch's attention in fp64, against the textbook.

@@ -302,7 +302,7 @@ TEST(AttentionThatRan, IsNamed) {
   Trainee run(cases().front(), in_memory(1, 1.0));
   EXPECT_EQ(run.session.attention(), "");
   run.step(0);
-  EXPECT_EQ(run.session.attention(), models::attention_in_blocks_supported() ? "blocks" : "torch");
+  EXPECT_EQ(run.session.attention(), "blocks");
 }
 
 }  // namespace
