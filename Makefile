@@ -80,7 +80,7 @@ bench-gpu: build ## training on an NVIDIA GPU beside PyTorch and DeepSpeed; says
 gpu-kit: setup ## one archive that proves and measures all this on a borrowed machine with a GPU: GPU_ARCH (90), KIT_DIR (build-kit)
 	@command -v nvcc >/dev/null || [ -x /usr/local/cuda/bin/nvcc ] || { echo "make gpu-kit needs nvcc: install the CUDA toolkit" >&2; exit 4; }
 	@cmake --preset release -B build-kit -DTIERFLOW_CUDA=ON -DTIERFLOW_TORCH=ON -DCMAKE_CUDA_ARCHITECTURES=$(or $(GPU_ARCH),90)-real
-	@cmake --build build-kit --parallel $(JOBS) --target tierflow_program device_test optim_gpu_test gpu_test device_bench
+	@cmake --build build-kit --parallel $(JOBS) --target gpu_kit_programs
 	@.venv/bin/python tools/gpu_kit.py --build build-kit --out $(or $(KIT_DIR),build-kit)/tierflow-gpu-kit.tar.xz
 
 bench: program ## storage and optimizer of this machine; STORAGE=folder on the drive to measure

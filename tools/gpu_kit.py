@@ -18,6 +18,7 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROGRAMS = ["tierflow", "libtierflow_train.so", "device_test", "optim_gpu_test", "gpu_test", "device_bench"]
+KERNEL_LOG = "libkernel_log.so"  # where CUPTI was installed
 NAME = "tierflow-gpu-kit"
 # What every Linux has; a kit must not bring its own.
 GLIBC = re.compile(r"(libc|libm|libdl|libpthread|librt|libutil|libresolv|ld-linux-[\w-]+)\.so\.\d+$")
@@ -132,6 +133,9 @@ def fill(kit, build, python):
         with_own_path(kit / "bin" / name)
     for name, path in with_libraries([kit / "bin" / name for name in PROGRAMS], brought).items():
         stripped(path, kit / ("lib/runtime" if RUNTIME.match(name) else "lib") / name)
+    if (build / KERNEL_LOG).exists():
+        stripped(build / KERNEL_LOG, kit / "lib" / KERNEL_LOG)
+        with_own_path(kit / "lib" / KERNEL_LOG)
     (kit / "data").mkdir()
     for model in sorted((ROOT / "tools/gpu_kit/models").glob("*.json")):
         shutil.copy(model, kit / "data")

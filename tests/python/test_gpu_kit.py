@@ -1,5 +1,6 @@
 """The kit of `make gpu-kit`, packed from this build and rehearsed without a GPU: what it contains, what it records, what it refuses."""
 
+import gzip
 import json
 import os
 import pathlib
@@ -256,15 +257,37 @@ def scripts(monkeypatch):
         monkeypatch.syspath_prepend(str(ROOT / folder))
 
 
-@pytest.mark.parametrize("part", [1, 2, 3])
+@pytest.mark.parametrize("part", [0, 1, 2, 3])
 @pytest.mark.parametrize("rehearse", [False, True])
-def test_the_limits_of_a_part_fit_into_nine_minutes(scripts, tmp_path, part, rehearse):
-    """Whatever hangs, what comes behind it has its time; the packer, the start and the table have ten seconds."""
+def test_the_limits_of_a_part_fit_into_its_time(scripts, tmp_path, part, rehearse):
+    """Seven minutes for the first, nine for the others. Whatever hangs, what comes behind it has its time; the packer, the start and the table
+    have ten seconds."""
     import parts
 
     steps = parts.steps(part, parts.Place(tmp_path, tmp_path, tmp_path, "python3", rehearse))
-    assert sum(step.timeout for step in steps) <= parts.PART_SECONDS <= 530
+    assert sum(step.timeout for step in steps) <= parts.SECONDS[part] <= (530 if part else 410)
     assert len({step.name for step in steps}) == len(steps)
+
+
+def test_the_short_part_has_steps_of_the_others(scripts, tmp_path):
+    """They are as there, but for their time and number of steps."""
+    import parts
+
+    place = parts.Place(tmp_path, tmp_path, tmp_path, "python3", rehearse=False)
+    short, whole = parts.steps(0, place), {step.name: step for part in (1, 2, 3) for step in parts.steps(part, place)}
+    assert short[0].name == "inventory" and {step.name for step in short} <= whole.keys()
+    assert all((step.gpu, step.gtest, step.command[:2]) == (whole[step.name].gpu, whole[step.name].gtest, whole[step.name].command[:2]) for step in short)
+
+
+def test_time_counts_from_the_first_moment(changed, tmp_path):
+    """A machine whose driver answers slowly has less time for steps, and no more time in all."""
+    (tmp_path / "bin").mkdir()
+    program(tmp_path / "bin/nvidia-smi", "sleep 2; echo GPU 0: NVIDIA H200")
+    begin = time.monotonic()
+    program(changed / "bin/device_test", "exec sleep 100")
+    session(changed, tmp_path, 1, "--only", "device_contract", "--seconds", 8, PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert records(tmp_path, 1)["device_contract"]["status"].startswith("timeout after")
+    assert time.monotonic() - begin < 8 + 3
 
 
 def test_a_step_gets_what_those_before_it_left_and_leaves_the_others_theirs(scripts, tmp_path):
@@ -360,6 +383,54 @@ def test_a_streamed_run_that_is_ended_says_what_it_has(changed, tmp_path):
     assert entry["status"] == "timeout after 3 s"
     assert {"stopped": "after 1 of 3 steps"} in entry["measured"]
     assert entry["measured"][-1]["step_s"] == 2.0 and entry["measured"][-1]["measured_to_predicted"] == 2.0 and entry["measured"][-1]["steps"] == 1
+
+
+KERNELS = """begin
+name 3 void at::native::add<4, (anonymous namespace)::Plus>(int, float*)
+kernel 3 7 1000000000 1400000000
+name 4 gemm
+kernel 4 7 2000000000 2300000000
+kernel 4 7 2300010000 2600000000
+kernel 3 9 2100000000 2200000000
+kernel 4 7 2700000000 3000000000
+copy 1 8 2000000000 2500000000 25000000000
+copy 2 8 1100000000 1200000000 77
+fill 0 7 2600000000 2600001000 4096
+kernel 4 7 30"""
+
+
+def test_where_the_time_of_kernels_goes(scripts, tmp_path):
+    """Of the last second: what computes on the busiest stream, its gaps, copies; a line that is cut off is left out."""
+    import kernel_times
+
+    path = tmp_path / "kernels.log"
+    path.write_text(KERNELS)
+    stream, gap, gemm, add, *copies = kernel_times.summary(path, 1.0)
+    assert stream["compute_stream"] == {"seconds": 1.0, "busy": pytest.approx(0.89999), "in_short_gaps": pytest.approx(1e-5), "in_long_gaps": pytest.approx(0.1), "long_gaps": 1}
+    assert gap == {"gap_ms": 100.0, "at_s": pytest.approx(0.7), "before": "gemm"}
+    assert gemm == {"kernel": "gemm", "share": pytest.approx(0.89999), "count": 3, "us": pytest.approx(299996.67)}
+    assert add == {"kernel": "at::native::add<4, Plus>", "share": pytest.approx(0.1), "count": 1, "us": 100000.0, "beside": True}
+    assert [(line["copied"], line["bytes"], line["gb_s"]) for line in copies] == [("copy 1", 25_000_000_000, 50.0), ("fill 0", 4096, pytest.approx(4.096))]
+    path.write_text("begin\n")
+    assert kernel_times.summary(path, 1.0) == []
+
+
+def test_two_steps_more_are_run_where_kernels_are_logged(changed, tmp_path):
+    """The log begins after the steps that are timed; without it no step is added. A program stands in for the trainer and for the driver."""
+    planned = json.dumps({"step": {"step_s": 1.0}, "storage": {"bytes": 0, "free": 0}, **{name: {} for name in ("memory", "activations", "updates", "machine", "profile")}})
+    program(changed / "bin/tierflow", f"[ $1 = train ] || {{ echo '{planned}'; exit; }}", 'while [ "$1" != --steps ]; do shift; done; steps=$2', 'while [ "$1" != --log-json ]; do shift; done',
+            'for i in $(seq $steps); do [ $i != 4 ] || while ! [ -e "$KERNEL_LOG_WHEN" ]; do sleep 0.05; done',
+            '  echo \'{"step": \'$i\', "loss": 6.0, "step_s": 1.0, "tokens_per_s": 64.0, "limit": "compute", "device_memory_peak": 1, "host_memory": 1}\' >>"$2"; done',
+            f"[ -z $KERNEL_LOG ] || printf '%s' '{KERNELS}' >$KERNEL_LOG", '[ $steps = 5 ] && [ "$CUDA_INJECTION64_PATH" = ' + f"{changed / 'lib/libkernel_log.so'} ] || exit 3; exec sleep 100")
+    (changed / "lib/libkernel_log.so").write_bytes(b"")
+    command = [sys.executable, changed / "scripts/streamed.py", "--program", changed / "bin/tierflow", "--config", changed / "data/llama-tiny.json", "--data", "none", "--device", "cpu", "--sequence-length", "8",
+               "--micro-batch", "1", "--micro-batches", "1", "--steps", "3", "--work", tmp_path / "work", "--host-memory", "1GiB", "--trace", tmp_path / "run.trace.json.gz", "--kernels", changed / "lib/libkernel_log.so"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, done.stderr
+    assert [line["step"]["step"] for line in lines if "step" in line] == [1, 2, 3] and lines[-1]["steps"] == 3
+    assert [line["kernel"] for line in lines if "kernel" in line] == ["gemm", "at::native::add<4, Plus>"]
+    assert gzip.open(tmp_path / "run.kernels.gz", "rt").read() == KERNELS
 
 
 def test_a_step_that_is_stopped_while_it_starts_is_recorded(tmp_path):

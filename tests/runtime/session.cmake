@@ -89,6 +89,14 @@ target_link_libraries(device_bench PRIVATE tierflow::session nlohmann_json::nloh
 target_include_directories(device_bench PRIVATE "${CMAKE_SOURCE_DIR}")
 target_compile_options(device_bench PRIVATE -O1)
 
+# What a kit for a borrowed machine has been built from; where CUPTI is installed, with what logs a program's kernels.
+add_custom_target(gpu_kit_programs DEPENDS tierflow_program device_test optim_gpu_test gpu_test device_bench)
+if(TARGET CUDA::cupti)
+  add_library(kernel_log SHARED EXCLUDE_FROM_ALL "${CMAKE_SOURCE_DIR}/tools/gpu_kit/kernel_log.cpp")
+  target_link_libraries(kernel_log PRIVATE CUDA::cupti tierflow_flags)
+  add_dependencies(gpu_kit_programs kernel_log)
+endif()
+
 foreach(program session_test gpu_test experts_on_demand_test own_layers_test references_test expert_adapters_test adapter_probe device_bench)
   tierflow_with_headers_of_models_test(${program})
 endforeach()

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Proves and measures Tierflow on a machine with an NVIDIA GPU, from this folder alone.
+#   ./gpu_session.sh 0             what answers most, of all three parts, in under seven minutes
 #   ./gpu_session.sh 1             inventory, contracts, kernels, streamed = resident, memcheck
 #   ./gpu_session.sh 2             each lane alone; 1B streamed beside resident
 #   ./gpu_session.sh 3             8B with 8,192-token and 2,048-token sequences: from memory, resident, from the drive

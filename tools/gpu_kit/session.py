@@ -231,13 +231,15 @@ def interrupt(number, _frame):
 
 
 def main():
+    began = time.monotonic()
     parser = argparse.ArgumentParser(prog="gpu_session.sh", description="Proves and measures Tierflow on a machine with an NVIDIA GPU.")
-    parser.add_argument("part", type=int, choices=(1, 2, 3), help="1: correctness; 2: each lane, 1B; 3: 8B")
+    parser.add_argument("part", type=int, choices=sorted(parts.SECONDS), help="0: what answers most, in under seven minutes; 1: correctness; 2: each lane, 1B; 3: 8B")
     parser.add_argument("--rehearse", action="store_true", default=os.environ.get("REHEARSE", "") not in ("", "0"), help="tiny shapes on the CPU; what needs a GPU is recorded as skipped")
     parser.add_argument("--only", default="", help="only steps whose names contain one of these, with commas between them")
-    parser.add_argument("--seconds", type=float, default=parts.PART_SECONDS, help=f"of the whole part at most ({parts.PART_SECONDS})")
-    parser.add_argument("--step-seconds", type=float, default=parts.PART_SECONDS, help="of each step at most")
+    parser.add_argument("--seconds", type=float, help=f"of the whole part at most ({', '.join(f'{part}: {seconds}' for part, seconds in parts.SECONDS.items())})")
+    parser.add_argument("--step-seconds", type=float, help="of each step at most")
     args = parser.parse_args()
+    args.seconds = parts.SECONDS[args.part] if args.seconds is None else args.seconds
     try:
         kit = json.loads((KIT / "kit.json").read_text())
     except (OSError, ValueError) as error:
@@ -248,13 +250,13 @@ def main():
         refuse(f"no NVIDIA GPU here (nvidia-smi finds none); ./gpu_session.sh --rehearse {args.part} tries the steps without one")
     if gpu:
         refuse_other_card(kit["gpu_arch"])
-    deadline = time.monotonic() + args.seconds
+    deadline = began + args.seconds
     out = pathlib.Path(os.environ.get("OUT") or "kit-out").resolve()
     work = pathlib.Path(os.environ.get("STORAGE") or KIT).resolve() / "kit-work"
     try:
         for folder in (out, work):
             folder.mkdir(parents=True, exist_ok=True)
-        session = Session(args.part, out, work, environment(kit, torch, work), gpu, deadline, args.step_seconds)
+        session = Session(args.part, out, work, environment(kit, torch, work), gpu, deadline, args.step_seconds or args.seconds)
     except OSError as error:
         refuse(f"cannot be written: {error}")
     steps = [step for step in parts.steps(args.part, parts.Place(KIT, out, work, sys.executable, args.rehearse)) if any(word in step.name for word in args.only.split(","))]

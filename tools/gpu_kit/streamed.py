@@ -5,6 +5,7 @@ was measured by then. Everything under --work and --storage that it made is remo
 import argparse
 import gzip
 import json
+import os
 import pathlib
 import shutil
 import signal
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 
+import kernel_times
 from bench import hidden_share
 from parts import unlike_a_drive
 
@@ -101,16 +103,33 @@ def steps_of(log, seen):
     return [line for line in lines if "loss" in line and "step" in line][seen:]
 
 
+def log_kernels(args, log, logged, child):
+    """Has two more steps run, shows where the time of the last one's kernels went, and keeps their log beside the trace."""
+    (args.work / "log-kernels").touch()
+    while len(steps := steps_of(log, args.steps)) < 2 and child.poll() is None:
+        time.sleep(0.02)
+    time.sleep(1.5)  # the log is written twice a second
+    try:
+        for values in kernel_times.summary(logged, steps[-1]["step_s"] if steps else 0):
+            show(**values)
+        if args.trace:
+            kernel_times.keep(logged, args.trace.with_name(args.trace.name.replace(".trace.json", ".kernels")))
+    except OSError as error:
+        show(kernels_not_logged=str(error))
+
+
 def train(args, config, options):
     """Steps of one run, seconds from the command to the first step, the trace's events, and the process, killed but not waited for: it may
     take seconds to give its memory back."""
     log, trace = args.work / "log.jsonl", args.work / "trace.json"
     result = ["--no-export", "--durability", "export-only"] if args.storage else ["--out", args.work / "result"]
-    command = [args.program, "train", "--config", config, *options, *result, "--data", args.data, "--steps", args.steps, "--held-out", 0, "--log-json", log]
+    more = 2 if args.kernels else 0  # one that is under way when the log begins, and one that is in it whole
+    command = [args.program, "train", "--config", config, *options, *result, "--data", args.data, "--steps", args.steps + more, "--held-out", 0, "--log-json", log]
     if args.trace:
         command += ["--trace", trace]
-    begin, all_steps, until_first = time.monotonic(), [], None
-    child = subprocess.Popen([*map(str, command)], stdin=subprocess.DEVNULL)
+    begin, all_steps, until_first, logged = time.monotonic(), [], None, args.work / "kernels.log"
+    of_kernels = {"CUDA_INJECTION64_PATH": str(args.kernels.resolve()), "KERNEL_LOG": str(logged), "KERNEL_LOG_WHEN": str(args.work / "log-kernels")} if args.kernels else {}
+    child = subprocess.Popen([*map(str, command)], stdin=subprocess.DEVNULL, env={**os.environ, **of_kernels})
     events = None
     try:
         while len(all_steps) < args.steps:
@@ -123,6 +142,8 @@ def train(args, config, options):
             if ended:
                 break
             time.sleep(0.05)
+        if args.kernels and len(all_steps) == args.steps:
+            log_kernels(args, log, logged, child)
         if args.trace and len(all_steps) == args.steps:
             events = whole_trace(trace, 10)
     except Stop:
@@ -148,6 +169,7 @@ def main():
     parser.add_argument("--device-memory")
     parser.add_argument("--fit-seconds", type=float, help="with --storage: fewer layers where the whole model would take longer or more room")
     parser.add_argument("--trace", type=pathlib.Path, help="where the trace goes, compressed")
+    parser.add_argument("--kernels", type=pathlib.Path, help="libkernel_log.so: two steps more, and what the kernels of the last one took")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, stop)
     shutil.rmtree(args.work, ignore_errors=True)
