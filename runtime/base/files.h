@@ -60,8 +60,8 @@ std::uint64_t free_space(const std::filesystem::path& folder);
 
 // A new file without a name in that folder, for reading and writing. It disappears when its descriptor is closed.
 File create_nameless(const std::filesystem::path& folder);
-// Flushes a file of create_nameless(), gives it that name, and flushes the name. A reader sees the file that had the name
-// before, or the whole new one.
+// Flushes a file of create_nameless(), gives it that name, and flushes the name. A reader sees the file that had the
+// name before, or the whole new one.
 void name_file(const File& file, const std::filesystem::path& path);
 
 // The folder for what is kept between runs: $XDG_CACHE_HOME/tierflow or ~/.cache/tierflow; empty if neither is known.

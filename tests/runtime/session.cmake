@@ -91,6 +91,9 @@ target_compile_options(device_bench PRIVATE -O1)
 
 # What a kit for a borrowed machine has been built from; where CUPTI is installed, with what logs a program's kernels.
 add_custom_target(gpu_kit_programs DEPENDS tierflow_program device_test optim_gpu_test gpu_test device_bench)
+if(TIERFLOW_HAS_CUDA)
+  find_package(CUDAToolkit REQUIRED)
+endif()
 if(TARGET CUDA::cupti)
   add_library(kernel_log SHARED EXCLUDE_FROM_ALL "${CMAKE_SOURCE_DIR}/tools/gpu_kit/kernel_log.cpp")
   target_link_libraries(kernel_log PRIVATE CUDA::cupti tierflow_flags)
