@@ -1,9 +1,10 @@
 #pragma once
 // Matrix products of the models' layers. torch's, but for bf16 on a CPU for which torch has no bf16 product: without
-// AVX-512 on x86 (most desktops) it multiplies element by element, which takes fifty times as long as fp32. There
-// operands are widened, multiplied in fp32 in tiles, and the result is rounded to bf16 once, as torch's own product
-// does. Tiles depend on shapes alone, and what they lie in is aligned, so the same operands give the same bits. Each
-// thread that computes keeps up to 24 MiB for its tiles, outside of the device's budget, as torch's own products do.
+// AVX-512 on x86 (most desktops) it multiplies element by element, which takes 8 to over 100 times as long as fp32
+// (benchmarks/step/products.py). There operands are widened, multiplied in fp32 in tiles, and the result is rounded to
+// bf16 once, as torch's own product does. Tiles depend on shapes alone, and what they lie in is aligned, so the same
+// operands give the same bits. Each thread that computes keeps up to 24 MiB for its tiles, outside of the device's
+// budget, as torch's own products do.
 #include <ATen/core/Tensor.h>
 
 namespace tierflow::models {
