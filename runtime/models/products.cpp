@@ -16,6 +16,7 @@ namespace {
 using at::Tensor;
 
 constexpr std::int64_t kTileElements = 1 << 21;  // of each operand and of the result
+constexpr std::int64_t kTileRows = 1024;
 constexpr std::size_t kAlignment = 64;
 
 // Whether torch multiplies bf16 by more than single elements: its own answer.
@@ -97,11 +98,9 @@ bool multiplied_in_fp32(const Tensor& a) {
 void product_in_tiles(const Tensor& out, const Tensor& a, const Tensor& b, bool adds, const Tensor& bias) {
   const at::NoGradGuard no_grad;
   const std::int64_t m = a.size(0), k = a.size(1), n = b.size(1);
+  if (m == 0) return;
   const std::int64_t most = std::max<std::int64_t>(1, kTileElements / std::max<std::int64_t>(1, k));
-  const std::int64_t rows =
-      std::clamp<std::int64_t>(most, 1, std::max<std::int64_t>(1, std::min<std::int64_t>(m, 1024)));
-  const std::int64_t columns =
-      std::clamp<std::int64_t>(std::min(most, kTileElements / rows), 1, std::max<std::int64_t>(1, n));
+  const std::int64_t rows = std::min({most, m, kTileRows}), columns = std::min({most, n, kTileElements / rows});
   Tiles& tiles = of_this_thread();
   for (std::int64_t column = 0; column < n; column += columns) {
     const std::int64_t width = std::min(columns, n - column);
@@ -126,19 +125,13 @@ Tensor matrix_product(const Tensor& a, const Tensor& b) {
 }
 
 void matrix_product_into(Tensor& out, const Tensor& a, const Tensor& b) {
-  if (!multiplied_in_fp32(a)) {
-    at::mm_out(out, a, b);
-    return;
-  }
-  product_in_tiles(out, a, b, false, {});
+  if (multiplied_in_fp32(a)) return product_in_tiles(out, a, b, false, {});
+  at::mm_out(out, a, b);
 }
 
 void add_matrix_product(Tensor& sum, const Tensor& a, const Tensor& b) {
-  if (!multiplied_in_fp32(a)) {
-    sum.addmm_(a, b);
-    return;
-  }
-  product_in_tiles(sum, a, b, true, {});
+  if (multiplied_in_fp32(a)) return product_in_tiles(sum, a, b, true, {});
+  sum.addmm_(a, b);
 }
 
 Tensor linear_map_in_tiles(const Tensor& x, const Tensor& w, const Tensor& bias) {

@@ -317,8 +317,8 @@ def test_first_values_of_the_gradient_are_its_singular_vectors(family, tmp_path)
         a = standard[name].double()
         assert ours == pytest.approx(best, rel=3e-2) and ours > 1.5 * along(g @ a.t() @ a), name
     # It learns as the others do.
-    losses = probe(tmp_path / "model", tmp_path / "tuned", 30, "init=lora-ga")
-    assert losses[0] == probe(tmp_path / "model", tmp_path / "one", 1)[0] and losses[-2] < 0.93 * losses[0]
+    losses = probe(tmp_path / "model", tmp_path / "tuned", 40, "init=lora-ga")
+    assert losses[0] == probe(tmp_path / "model", tmp_path / "one", 1)[0] and losses[-2] < 0.9 * losses[0]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
