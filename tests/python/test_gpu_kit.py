@@ -421,7 +421,7 @@ def test_two_steps_more_are_run_where_kernels_are_logged(changed, tmp_path):
     program(changed / "bin/tierflow", f"[ $1 = train ] || {{ echo '{planned}'; exit; }}", 'while [ "$1" != --steps ]; do shift; done; steps=$2', 'while [ "$1" != --log-json ]; do shift; done',
             'for i in $(seq $steps); do [ $i != 4 ] || while ! [ -e "$KERNEL_LOG_WHEN" ]; do sleep 0.05; done',
             '  echo \'{"step": \'$i\', "loss": 6.0, "step_s": 1.0, "tokens_per_s": 64.0, "limit": "compute", "device_memory_peak": 1, "host_memory": 1}\' >>"$2"; done',
-            f"[ -z $KERNEL_LOG ] || printf '%s' '{KERNELS}' >$KERNEL_LOG", '[ $steps = 5 ] && [ "$CUDA_INJECTION64_PATH" = ' + f"{changed / 'lib/libkernel_log.so'} ] || exit 3; exec sleep 100")
+            '[ $steps = 5 ] && [ "$CUDA_INJECTION64_PATH" = ' + f"{changed / 'lib/libkernel_log.so'} ] || exit 3", f"printf '%s' '{KERNELS}' >$KERNEL_LOG; exec sleep 100")
     (changed / "lib/libkernel_log.so").write_bytes(b"")
     command = [sys.executable, changed / "scripts/streamed.py", "--program", changed / "bin/tierflow", "--config", changed / "data/llama-tiny.json", "--data", "none", "--device", "cpu", "--sequence-length", "8",
                "--micro-batch", "1", "--micro-batches", "1", "--steps", "3", "--work", tmp_path / "work", "--host-memory", "1GiB", "--trace", tmp_path / "run.trace.json.gz", "--kernels", changed / "lib/libkernel_log.so"]
