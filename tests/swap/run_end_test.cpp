@@ -93,6 +93,11 @@ class RunEnd : public ::testing::Test {
     executor_ = Executor::create(device_, store, layout_, arrangement_).value();
     planner_ = std::make_unique<Planner>(layout_, arrangement_);
   }
+  // In `call`, from the next run on: what runs now may ask for it still, and ends first.
+  void work_answers_with_an_error(const std::string& call) {
+    executor_.reset();
+    work_->fails = call;
+  }
   io::Error compute(Pass forward, Pass head) {
     for (const auto& [stage, pass] : {std::pair{0, forward}, {1, head}, {0, Pass::backward}}) {
       if (pass == Pass::backward && head == Pass::evaluate) break;
@@ -168,16 +173,16 @@ TEST_F(RunEnd, WhatTheClientsWorkAnswersIsTheRunsError) {
                                       {"keep_gradient", on_device},
                                       {"update_on_device", on_device},
                                       {"take_measured", measured}}) {
-    work_->fails.clear();
+    work_answers_with_an_error("");
     ASSERT_NO_FATAL_FAILURE(prepare(request));
     const io::Error none = steps();
     EXPECT_FALSE(none) << none.message();
-    work_->fails = call;
+    work_answers_with_an_error(call);
     ASSERT_NO_FATAL_FAILURE(prepare(request));
     EXPECT_EQ(steps().operation, call);
   }
   for (const std::string call : {"", "accumulate", "round_sum"}) {
-    work_->fails = call;
+    work_answers_with_an_error(call);
     ASSERT_NO_FATAL_FAILURE(prepare({.sums = true}));
     EXPECT_EQ(visits().operation, call);
   }
