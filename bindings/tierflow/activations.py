@@ -15,8 +15,8 @@ log = logging.getLogger("tierflow")
 class Activations:
     """What the model's own tensors take, measured: nothing enforces their share in a user's process.
 
-    On the CPU device it is what malloc has given out since the model first ran, looked at where a module's recomputation has just ended; on CUDA the peak that
-    torch's allocator counts. `kept` of it are activations that wait for their backward, `rest` the peak of everything else.
+    It is what malloc, or on CUDA torch's allocator, has given out since the model first ran, looked at where a module's recomputation has just ended.
+    `kept` of it are activations that wait for their backward, `rest` the peak of everything else.
     """
 
     def __init__(self, device: torch.device, share: int) -> None:
@@ -29,7 +29,7 @@ class Activations:
             self._base = self._now()
 
     def _now(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _native.allocated_bytes()
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else _native.allocated_bytes()
 
     def has_room(self, size: int) -> bool:
         """Whether so many bytes more may be kept within the share: known once a backward has shown what everything else takes."""

@@ -1,4 +1,4 @@
-"""What a recomputation has to find as the first computation did: autocast and random numbers."""
+"""What surrounds a computation: autocast and random numbers, which a recomputation has to find as the first computation did, and the kinds of attention that torch may choose."""
 
 from __future__ import annotations
 
@@ -40,3 +40,16 @@ def restored(state: Any, device: torch.device) -> Iterator[None]:
         yield
     finally:
         put(now)
+
+
+@contextlib.contextmanager
+def without_cudnn_attention(device: torch.device) -> Iterator[None]:
+    """Where torch chooses how attention is computed, not by cuDNN: its gradients with a mask may be NaN (pytorch issue 196678)."""
+    chosen = device.type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()
+    if chosen:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        if chosen:
+            torch.backends.cuda.enable_cudnn_sdp(True)

@@ -45,6 +45,11 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
+def torch_device(name: str) -> torch.device:
+    """The device that computes, as its tensors name it: torch takes a parameter on "cuda" for one that .to("cuda:0") has to move."""
+    return torch.device("cuda", 0) if name == "cuda" else torch.device(name)
+
+
 class _Gone:
     def __init__(self, why: str) -> None:
         self._why = why
@@ -65,7 +70,7 @@ class Engine:
         self.judged: dict[int, Any] = {}  # what fused layers found about tensors that they share
         self.configs: dict[str, Any] = {}  # texts of configs, as fused layers read them
         self._said_departs: set[str] = set()
-        self.device = torch.device(device)
+        self.device = torch_device(device)
         self.activations = Activations(self.device, workspace)
         self.active: Turn | None = None
         self.active_thread = 0

@@ -28,7 +28,7 @@ from .loss import fuse_loss
 from .optim import skipped_steps
 from .parameter import StreamedParameter
 from .stored import StoredModel
-from .units import check_real, cut, init_empty
+from .units import check_real, cut, init_empty, move_buffers
 
 log = logging.getLogger("tierflow")
 
@@ -83,7 +83,8 @@ def load(
 def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLike | None = None, fused_layers: bool = False) -> Any:
     """Makes a module's parameters stream, in place, and returns the module.
 
-    It then computes in bf16 (fp32 weights become the masters): give it the inputs of a bf16 model. Buffers stay as they are.
+    It then computes in bf16 (fp32 weights become the masters): give it the inputs of a bf16 model. Buffers keep their type,
+    and move to the device that computes.
     checkpoint: a folder of safetensors with the module's parameters, for a module made under tierflow.init_empty().
     fused_layers: the program's own layers compute the layers of dense decoders (docs/python.md has the list), plain embeddings and heads, and transformers' causal
         loss. They are faster and have other last bits. A call that they do not cover (padding, the model's own dropout) runs the module's code, and says so once.
@@ -116,6 +117,7 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
     engine = Engine(module, cut_, native, plan.device, int(parse_size(plan.budget.device) * plan.budget.activations), fused_layers)
     engine.durable, engine.storage = int(plan.budget.durable), [str(folder) for folder in plan.budget.storage]
     object.__setattr__(module, "_tierflow", engine)
+    move_buffers(module, engine.device)
     _stay_in_place(module, engine)
     let_copy(module, engine, ("_apply",), _no_assign)
     _fit_transformers(module, engine)

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import _native
-from .ambient import autocast_as, autocast_state, random_state, restored
+from .ambient import autocast_as, autocast_state, random_state, restored, without_cudnn_attention
 from .fused import Departs, Kept, Layer, layer_of
 from .protocols import TurnTaker
 from .recorded import Recorded
@@ -177,7 +177,7 @@ class Frame:
             for index, tensor in zip(self.where, tensors, strict=True):
                 leaves[index] = tensor
             args, kwargs = tree_unflatten(leaves, self.spec)
-            with self.recorded.apart() as beside:
+            with self.recorded.apart() as beside, without_cudnn_attention(self.turn.engine.device):
                 out = self.turn.forward(*args, **kwargs)
         self.out_leaves, self.out_spec = tree_flatten((out, beside))
         self.out_where = [i for i, leaf in enumerate(self.out_leaves) if isinstance(leaf, torch.Tensor)]

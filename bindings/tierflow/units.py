@@ -196,3 +196,14 @@ def check_real(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if buffer.device == torch.device("meta"):
             raise _native.UsageError(f"the buffer {name} has no memory: make the model under tierflow.init_empty(), not torch.device('meta')")
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Those on another device; what several modules share stays shared."""
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = buffer.to(device)
+                module._buffers[name] = moved[id(buffer)]

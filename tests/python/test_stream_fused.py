@@ -395,3 +395,38 @@ def test_embeddings_leave_out_padding_and_add_up_what_repeats():
         grads.append(model.model.embed_tokens.weight.grad + 0)
     assert close_to(*grads) and not grads[1][7].any() and grads[1][9].any()
     tierflow.close(model)
+
+
+def test_activations_on_a_card_are_kept_in_every_step(monkeypatch):
+    """As many as in the second step, the first that knows what everything else takes; torch's allocator is played."""
+    allocated, peak = 100, 100
+
+    def allocate(size):
+        nonlocal allocated, peak
+        allocated += size
+        peak = max(peak, allocated)
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak)
+    activations, size, kept = tierflow.activations.Activations(torch.device("cuda", 0), 120), 10, []
+    allocate(500)  # the model's values, gone before it runs
+    allocate(-500)
+    for _ in range(4):
+        activations.begin()
+        held = 0
+        for _ in range(32):
+            if activations.has_room(size):
+                allocate(size)
+                activations.kept += size
+                held += 1
+        kept.append(held)
+        for layer in range(32):
+            keeps = layer < held
+            allocate(size if keeps else 2 * size)
+            allocate(-size if keeps else -2 * size)
+            activations.look(within=size if keeps else 2 * size)
+            if keeps:
+                allocate(-size)
+                activations.kept -= size
+    assert kept == [0, 10, 10, 10]
+    assert activations.peak == 110

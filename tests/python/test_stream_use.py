@@ -6,6 +6,7 @@ import os
 import pathlib
 import pickle
 import re
+import types
 
 import pytest
 from streaming import LR, UP, PlainLoop, batches, make, masters, roomy, scarce, tierflow, torch, train, transformers
@@ -344,3 +345,34 @@ def test_files_have_no_names_and_go_with_the_model(tmp_path):
         model(**batches("llama", 1)[0])
 
 
+
+
+def test_a_model_on_a_card_stays_where_trainers_move_it_to():
+    device = tierflow.engine.torch_device("cuda")
+    assert device == torch.device("cuda", 0) != torch.device("cuda")
+    elsewhere = torch.device("xla", device.index)  # of a kind for which torch asks no driver
+    parameter = tierflow.parameter.StreamedParameter.make(types.SimpleNamespace(device=elsewhere), 0, 0, "weight", (2, 3))
+    assert parameter.to(elsewhere) is parameter
+
+
+def test_buffers_go_to_the_device_that_computes():
+    first, second = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
+    second.running_var = first.running_var
+    first.register_buffer("none", None)
+    both = torch.nn.Sequential(first, second)
+    tierflow.units.move_buffers(both, torch.device("cpu"))
+    assert second.running_var is first.running_var and first.running_var.device.type == "cpu"
+    tierflow.units.move_buffers(both, torch.device("meta"))
+    assert all(buffer.device.type == "meta" for buffer in both.buffers())
+    assert first.num_batches_tracked.dtype == torch.int64 and second.running_var is first.running_var
+
+
+def test_the_attention_of_a_module_is_not_cudnns_on_a_card(model, batch):
+    engine = tierflow.model.engine_of(model)
+    found, attention = [], model.model.layers[0].self_attn
+    attention.register_forward_pre_hook(lambda *_: found.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    for device in ("cpu", "cuda"):
+        engine.device = tierflow.engine.torch_device(device)
+        with torch.no_grad():
+            model.eval()(**batch)
+    assert found == [True, False] and torch.backends.cuda.cudnn_sdp_enabled()
