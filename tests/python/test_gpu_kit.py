@@ -433,6 +433,37 @@ def test_two_steps_more_are_run_where_kernels_are_logged(changed, tmp_path):
     assert gzip.open(tmp_path / "run.kernels.gz", "rt").read() == KERNELS
 
 
+def test_the_log_of_kernels_has_all_of_a_process_that_is_killed_later(tmp_path):
+    """CUPTI hands out a buffer when it is full, or when it is asked to; a stand-in for it does."""
+    source, log, when = tmp_path / "process.cpp", tmp_path / "kernels.log", tmp_path / "when"
+    source.write_text(r"""
+#include "kernel_log.cpp"
+int main() {
+  run_kernel(7, 0, 1, "early");
+  InitializeInjection();
+  run_kernel(7, 1, 2, "early");
+  std::fclose(std::fopen(std::getenv("KERNEL_LOG_WHEN"), "w"));
+  for (bool enabled = false; !enabled;) {
+    const std::lock_guard lock(stand_in.mutex);
+    enabled = stand_in.enabled;
+  }
+  for (uint64_t i = 0; i < 20005; ++i) run_kernel(i % 3, 10 * i, 10 * i + 4, i % 2 ? "gemm" : "_Z3addi");
+  ::pause();
+}
+""")
+    subprocess.run(["g++", "-std=c++20", "-O0", "-pthread", "-I", ROOT / "tools/gpu_kit", "-I", ROOT / "tests/support/cupti", source, "-o", tmp_path / "process"], check=True)
+    child = subprocess.Popen([tmp_path / "process"], env={**os.environ, "KERNEL_LOG": str(log), "KERNEL_LOG_WHEN": str(when)})
+    expected = ["begin", "name 0 add(int)", "kernel 0 0 0 4", "name 1 gemm", *(f"kernel {i % 2} {i % 3} {10 * i} {10 * i + 4}" for i in range(1, 20005))]
+    try:
+        end = time.monotonic() + 20
+        while time.monotonic() < end and not (log.exists() and log.read_text().endswith(expected[-1] + "\n")):
+            time.sleep(0.05)
+    finally:
+        child.kill()
+        child.wait()
+    assert log.read_text().splitlines() == expected
+
+
 def test_a_step_that_is_stopped_while_it_starts_is_recorded(tmp_path):
     code = """
 import pathlib, sys, threading

@@ -1,7 +1,7 @@
 /// A library that writes down which kernels, copies and fills a process gives to a GPU, and when each ran there: CUDA's
 /// driver loads it into a program for which CUDA_INJECTION64_PATH names it, and it writes to the file that KERNEL_LOG
-/// names, as soon as the file that KERNEL_LOG_WHEN names exists (from the start, where it names none). Until then the
-/// program runs as without it. Lines, in no order of time:
+/// names, as soon as the file that KERNEL_LOG_WHEN names exists. Until then the program runs as without it. Lines, in
+/// no order of time:
 ///   name ID TEXT                      of a kernel, before the first line that has that ID
 ///   kernel ID STREAM BEGIN END        nanoseconds of the device's clock
 ///   copy KIND STREAM BEGIN END BYTES  KIND as CUPTI numbers it: 1 to the device, 2 to the host, 8 on the device
@@ -22,8 +22,8 @@
 
 namespace {
 
-constexpr size_t buffer_bytes = 4 << 20;
-constexpr uint32_t flush_ms = 500;
+constexpr size_t buffer_bytes = 256 << 10;  // a thousand kernels
+constexpr auto flush_period = std::chrono::milliseconds(500);
 
 struct Log {
   std::mutex mutex;
@@ -79,21 +79,27 @@ void CUPTIAPI take_buffer(CUcontext, uint32_t, uint8_t* buffer, size_t, size_t f
   std::free(buffer);
 }
 
-void flush() {
-  cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED);
+// CUPTI's own periodic flush hands out full buffers alone, and the process may be killed before one is.
+void flush_for_ever() {
+  for (;;) {
+    std::this_thread::sleep_for(flush_period);
+    cuptiActivityFlushAll(0);
+  }
 }
 
+// On a thread of its own, which stays.
 void begin() {
   CUptiResult result = cuptiActivityRegisterCallbacks(give_buffer, take_buffer);
   for (const CUpti_ActivityKind kind :
        {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL, CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMSET})
     if (result == CUPTI_SUCCESS) result = cuptiActivityEnable(kind);
-  if (result == CUPTI_SUCCESS) result = cuptiActivityFlushPeriod(flush_ms);
   if (result == CUPTI_SUCCESS) {
-    const std::lock_guard lock(log().mutex);
-    std::fputs("begin\n", log().file);
-    std::fflush(log().file);
-    return;
+    {
+      const std::lock_guard lock(log().mutex);
+      std::fputs("begin\n", log().file);
+      std::fflush(log().file);
+    }
+    flush_for_ever();
   }
   const char* text = "unknown error";
   cuptiGetResultString(result, &text);
@@ -110,15 +116,11 @@ void begin_when(const std::string& exists) {
 /// The driver calls it when it is initialized. 1: go on.
 extern "C" __attribute__((visibility("default"))) int InitializeInjection() {
   const char *path = std::getenv("KERNEL_LOG"), *when = std::getenv("KERNEL_LOG_WHEN");
-  log().file = path ? std::fopen(path, "w") : nullptr;
-  if (!log().file) {
-    std::fprintf(stderr, "kernel_log: nothing is written: %s\n", path ? path : "KERNEL_LOG is not set");
-    return 1;
-  }
-  std::atexit(flush);
-  if (when)
+  log().file = path && when ? std::fopen(path, "w") : nullptr;
+  if (log().file)
     std::thread(begin_when, std::string(when)).detach();
   else
-    begin();
+    std::fprintf(stderr, "kernel_log: nothing is written: %s\n",
+                 path && when ? path : "KERNEL_LOG or KERNEL_LOG_WHEN is not set");
   return 1;
 }

@@ -110,7 +110,8 @@ def log_kernels(args, log, logged, child):
         time.sleep(0.02)
     time.sleep(1.5)  # the log is written twice a second
     try:
-        for values in kernel_times.summary(logged, steps[-1]["step_s"] if steps else 0):
+        found = kernel_times.summary(logged, steps[-1]["step_s"] if steps else 0)
+        for values in found or [{"kernels_not_logged": "the log holds no kernel"}]:
             show(**values)
         if args.trace:
             kernel_times.keep(logged, args.trace.with_name(args.trace.name.replace(".trace.json", ".kernels")))
