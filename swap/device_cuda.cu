@@ -91,8 +91,12 @@ class CudaDevice final : public Device {
     cudaSetDevice(index_);
     void* data = nullptr;
     if (const cudaError_t status = cudaMalloc(&data, bytes); status != cudaSuccess) {
+      io::Error error = cuda_error("allocate device memory", status, bytes);
+      std::size_t free = 0, total = 0;
+      if (status == cudaErrorMemoryAllocation && cudaMemGetInfo(&free, &total) == cudaSuccess)
+        error.detail += "; " + std::to_string(free) + " bytes are free: give a smaller device budget";
       cudaGetLastError();  // or the next launch on this thread would be taken for failed
-      return cuda_error("allocate device memory", status, bytes);
+      return error;
     }
     return io::Buffer(
         static_cast<std::byte*>(data), bytes, [](std::byte* memory, std::size_t, void*) noexcept { cudaFree(memory); },

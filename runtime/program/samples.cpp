@@ -9,6 +9,7 @@
 #include "runtime/base/exception.h"
 #include "runtime/base/signals.h"
 #include "runtime/data/prompt_tokenizer.h"
+#include "runtime/device/device_memory.h"
 
 namespace tierflow {
 
@@ -25,7 +26,8 @@ void Samples::after_step(std::int64_t step, Session& session, TrainingLog& log) 
   } catch (const Exception& error) {
     if (!session.intact()) throw;
     none(error.what());
-  } catch (const c10::OutOfMemoryError& error) {  // for what is computed between passes
+  } catch (const c10::Error& error) {  // for what is computed between passes
+    if (!is_out_of_memory(error)) throw;
     none(error.what_without_backtrace());
   }
   log.no_step_moved_that(session);

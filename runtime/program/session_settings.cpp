@@ -62,14 +62,24 @@ std::uint64_t card_bytes_free() {
 
 }  // namespace
 
+void check_device_memory(std::uint64_t asked, std::uint64_t fixed, std::uint64_t free) {
+  if (free == 0 || asked <= fixed + free) return;
+  throw Exception(
+      io::ErrorKind::usage,
+      fmt::format("--device-memory asks for {} and the card has {} free: give less, or end what else uses it",
+                  human_bytes(asked), human_bytes(fixed + free)));
+}
+
 SessionOptions session_settings(const RunOptions& options, std::uint64_t device_fixed, const Say& say) {
   SessionOptions result = plain_settings(options);
   result.device = device_of(options);
   result.storage = options.storage;
   const std::uint64_t available = memory_available();
   result.device_memory = options.device_memory != 0 ? options.device_memory : available / 3;
-  if (result.device == "cuda" && options.device_memory == 0)
-    if (const std::uint64_t free = card_bytes_free(); free != 0) result.device_memory = device_fixed + free / 10 * 9;
+  if (const std::uint64_t free = result.device == "cuda" ? card_bytes_free() : 0; free != 0) {
+    if (options.device_memory == 0) result.device_memory = device_fixed + free / 10 * 9;
+    check_device_memory(result.device_memory, device_fixed, free);
+  }
   result.host_memory = options.host_memory != 0 ? options.host_memory : available / 2;
   if (options.device_memory == 0 || options.host_memory == 0)
     say(fmt::format("budgets: device {}, host {} ({} are free)", human_bytes(result.device_memory),

@@ -13,6 +13,7 @@
 #include "runtime/base/seconds.h"
 #include "runtime/base/signals.h"
 #include "runtime/base/terminal.h"
+#include "runtime/device/device_memory.h"
 #include "runtime/planning/export_request.h"
 #include "runtime/planning/moved_store.h"
 #include "runtime/planning/storage_volume.h"
@@ -260,7 +261,8 @@ class Training {
     } catch (const Exception& error) {
       if (error.error().kind != io::ErrorKind::memory || !session_->intact() || step == 0) throw;
       return stop(error.what());
-    } catch (const c10::OutOfMemoryError& error) {  // for a batch, between steps
+    } catch (const c10::Error& error) {  // for a batch, between steps
+      if (!is_out_of_memory(error)) throw;
       if (step == 0) throw Exception(io::ErrorKind::memory, error.what_without_backtrace());
       return stop(error.what_without_backtrace());
     }

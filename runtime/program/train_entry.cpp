@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "runtime/base/exception.h"
+#include "runtime/device/device_memory.h"
 #include "runtime/program/train.h"
 
 namespace {
@@ -12,9 +13,9 @@ template <class Work>
 int without_backtrace(Work work) {
   try {
     return work();
-  } catch (const c10::OutOfMemoryError& error) {
-    throw tierflow::Exception(tierflow::io::ErrorKind::memory, error.what_without_backtrace());
   } catch (const c10::Error& error) {
+    if (tierflow::is_out_of_memory(error))
+      throw tierflow::Exception(tierflow::io::ErrorKind::memory, error.what_without_backtrace());
     throw std::runtime_error(error.what_without_backtrace());
   }
 }

@@ -307,7 +307,8 @@ ProbedModel Session::Impl::probe() {
     try {
       return StageProbe(*model, torch_memory, torch_device)
           .measure(micro_batch, options.sequence_length, options.train, options, micro_batches_together(options));
-    } catch (const c10::OutOfMemoryError&) {
+    } catch (const c10::Error& error) {
+      if (!is_out_of_memory(error)) throw;
       return std::nullopt;
     }
   };

@@ -217,7 +217,8 @@ void StageProbe::forward_keeping(int stage, const Given& given, const Shared& sh
             return 0;
           });
     }
-  } catch (const c10::OutOfMemoryError&) {
+  } catch (const c10::Error& error) {
+    if (!is_out_of_memory(error)) throw;
     needs.activation_bytes[stage] = needs.swapped_bytes[stage] = 0;  // does not fit even alone
   }
   peaks_[stage] = peak;

@@ -158,7 +158,12 @@ TEST(CudaDevice, StreamsWithKernelsHavePriority) {
 TEST(CudaDevice, ARefusedAllocationLeavesNoErrorBehind) {
   cuda::start({.device_bytes = 64 * kMiB});
   const auto device = open_cuda_device(kDevice).value();
-  EXPECT_FALSE(device->allocate(128 * kMiB).ok());
+  const io::Buffer held = device->allocate(16 * kMiB).value();
+  const auto refused = device->allocate(128 * kMiB);
+  ASSERT_FALSE(refused.ok());
+  EXPECT_EQ(refused.error().kind, io::ErrorKind::memory);
+  EXPECT_NE(refused.error().message().find("50331648 bytes are free: give a smaller device budget"), std::string::npos)
+      << refused.error().message();
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
 }
 

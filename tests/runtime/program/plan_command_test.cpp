@@ -7,11 +7,21 @@
 #include <nlohmann/json.hpp>
 
 #include "runtime/base/files.h"
+#include "runtime/program/session_settings.h"
 #include "runtime/spec/stage_class.h"
+#include "tests/runtime/expect.h"
 #include "tests/support/temp_dir.h"
 
 namespace tierflow::testing {
 namespace {
+
+TEST(SessionSettings, ABudgetThatTheCardHasNotIsRefused) {
+  constexpr std::uint64_t GiB = std::uint64_t{1} << 30;
+  EXPECT_NO_THROW(check_device_memory(24 * GiB, 2 * GiB, 22 * GiB)) << "what the device's use took is part of a budget";
+  EXPECT_NO_THROW(check_device_memory(24 * GiB, 0, 0)) << "nobody knows what is free";
+  expect_refusal(io::ErrorKind::usage, {"--device-memory asks for 40.0 GiB", "the card has 22.5 GiB free"},
+                 [] { check_device_memory(40 * GiB, GiB / 2, 22 * GiB); });
+}
 
 // The machine is one and the same for every shape of the step; each micro-batch has stages of its own.
 TEST(PlanCommand, MeasuresTheMachineOnceForAllShapesOfAStep) {

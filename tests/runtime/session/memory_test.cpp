@@ -24,19 +24,24 @@ class Failing final : public ForwardingModel {
  public:
   using ForwardingModel::ForwardingModel;
   mutable int calls = 0;
-  std::set<int> failures;  // by call
-  bool wrong = false;      // fails as torch does where no memory is wanting
+  std::set<int> failures;     // by call
+  bool of_a_library = false;  // what fails is what cuBLAS allocates past torch
+  bool wrong = false;         // fails as torch does where no memory is wanting
 
  private:
   void called() const override {
     TORCH_CHECK(!wrong, "injected");
-    if (failures.contains(calls++)) TORCH_CHECK_WITH(OutOfMemoryError, false, "injected");
+    if (!failures.contains(calls++)) return;
+    TORCH_CHECK(!of_a_library, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`");
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "injected");
   }
 };
 
 struct Trainee {
   Trainee(const Case& which, const SessionOptions& options, const Tiling& tiling = {})
-      : model(std::make_shared<Failing>(make_model(parse_model_spec(which.json, which.name, tiling)))),
+      : Trainee(std::make_shared<Failing>(make_model(parse_model_spec(which.json, which.name, tiling))), options) {}
+  Trainee(std::shared_ptr<Failing> with, const SessionOptions& options)
+      : model(std::move(with)),
         session({model, [](const TensorSpec& tensor, std::uint64_t first,
                            std::span<float> out) { initial_values(tensor, 11, first, out); }},
                 options, {.lr = 3e-3}),
@@ -198,6 +203,26 @@ TEST(OutOfMemory, DropsTheStepWholeWhenItStreams) {
     EXPECT_TRUE(run.session.intact());
     EXPECT_TRUE(run.masters() == after_two);
   }
+}
+
+// What a micro-batch takes is then estimated from smaller ones, or with a little more memory.
+TEST(OutOfMemory, WhileMemoryIsMeasuredIsNoEnd) {
+  const Case llama = cases("0.1").front();
+  const SessionOptions options = in_memory(1, 1.0);
+  Trainee plain(llama, options);
+  const int measuring = plain.model->calls;
+  ASSERT_GT(measuring, 4);
+  const double expected = plain.step(0).loss;
+  for (const bool of_a_library : {false, true})
+    for (int call = 0; call < measuring; ++call) {
+      SCOPED_TRACE("call " + std::to_string(call) + " of " + std::to_string(measuring));
+      const auto model = std::make_shared<Failing>(make_model(parse_model_spec(llama.json, llama.name, {})));
+      model->of_a_library = of_a_library;
+      model->failures = {call};
+      Trainee run(model, options);
+      EXPECT_GT(model->calls, call);
+      EXPECT_EQ(run.step(0).loss, expected);
+    }
 }
 
 TEST(OutOfMemory, AnEvaluationLeavesTheSessionIntact) {
