@@ -112,6 +112,7 @@ def put_back(
                 opt.state[p][key] = value if key == "step" else value.to(p.device)
         if not opt.state[p]:
             del opt.state[p]
+    opt.own_moments()
     torch.set_rng_state(tensors["random.cpu"])
     _put_random_states(tensors)
     if engine.device.type == "cuda" and "random.cuda" in tensors:

@@ -74,6 +74,7 @@ class Engine:
         self.activations = Activations(self.device, workspace)
         self.active: Turn | None = None
         self.active_thread = 0
+        self.head_open = False  # whether a layer-major step keeps the last module's visit open while its loss is computed
         self._entering: int | None = None  # the thread that waits in enter()
         self._bound: Turn | None = None  # the turn that is being taken
         self.trainable = [unit.trainable for unit in cut.units]
@@ -83,6 +84,7 @@ class Engine:
         self._unended: set[int] = set()  # calls of backward() that added gradients and are not at their end
         self.skipped = 0
         self._scales: dict[tuple[int, int], float] = {}
+        self.moments: dict[tuple[int, int], tuple[Any, int]] = {}  # whose they are, as a weak reference, and after how many of its steps
         self._gradients: dict[tuple[int, int], StreamedGradient] = {}
         self._spent: set[tuple[int, int]] = set()  # gradients that step() took and nobody cleared
         self._lost: set[tuple[int, int]] = set()  # gradients that the step() of an optimizer took that is not theirs
@@ -138,6 +140,8 @@ class Engine:
             raise _native.UsageError("backward() after step() without zero_grad() between: gradients of the last step are already applied")
         if adds and self._alone and (alone := next((h for h in turn.handles if (h.unit, h.index) in self._alone), None)) is not None:
             raise _native.UsageError(f"the gradient of {alone.label} was dropped alone; its unit keeps one sum: call zero_grad() before the next backward()")
+        if adds and self._scales:
+            self._expect_unscaled(turn.handles)
         here = threading.get_ident()
         if self.native.inside or self._entering not in (None, here):  # here: what an interrupt left
             raise _native.UsageError("two streamed modules run at the same time: models stream in one thread")
@@ -164,7 +168,7 @@ class Engine:
                 self.broken = f"backward() of {turn.name} ended with {type(error).__name__}"
             raise
         finally:
-            self.active = None
+            self.active, self.head_open = None, False
             self._leave()
             self._say_departures()
 
@@ -202,8 +206,14 @@ class Engine:
                 "weights, and weights are reparametrized (pruning, weight_norm), before tierflow.wrap()"
             )
 
+    def _end_head(self) -> None:
+        if self.head_open:
+            self.head_open = False
+            self._leave()
+
     def read(self, handle: StreamedParameter, master: bool = False) -> torch.Tensor:
         self._expect_rest(handle)
+        self._end_head()
         return self.native.read(handle.unit, handle.index, master).to(self.device if not master else "cpu")
 
     def write(self, handle: StreamedParameter, values: torch.Tensor) -> None:
@@ -224,6 +234,8 @@ class Engine:
     def add_outside(self, handle: StreamedParameter, grad: torch.Tensor) -> None:
         """A gradient of a parameter that was used outside of any turn's module."""
         self.expect_end()
+        self._expect_unscaled([handle])
+        self._end_head()
         turn = self._loose.get(handle.unit) or next(t for t in self.turns if handle.unit in t.unit_set)
         wanted = [unit == handle.unit for unit in turn.units]
         self.native.enter(turn.number, "backward", wanted, False)
@@ -233,6 +245,14 @@ class Engine:
             self.native.leave()
 
     # Gradients.
+
+    def _expect_unscaled(self, handles: list[StreamedParameter]) -> None:
+        """A gradient's factor is applied when its sum is read, to all of it."""
+        scaled = next((h for h in handles if self._scales.get((h.unit, h.index), 1.0) != 1.0), None)
+        if scaled is not None:
+            raise _native.UsageError(
+                f"the gradient of {scaled.label} was scaled or clipped, and a backward() adds to it: scale and clip (clip_grad_norm_) after the last backward() of a step"
+            )
 
     def expect_end(self) -> None:
         """Within a call of backward(): gradients that it adds are incomplete until it has run to its end; where it raises, between two turns too, they stay so."""

@@ -140,7 +140,7 @@ class AdamW(torch.optim.Optimizer):
                         "beta2": float(group["betas"][1]),
                         "eps": float(group["eps"]),
                         "weight_decay": float(group["weight_decay"]),
-                        "step": int(self.state[p].get("step", 0)) + 1,
+                        "step": self._steps_of(engine, p) + 1,
                     }
         theirs = {engine: (self.trains(engine), self._others_train(engine)) for engine in how}
         finite = self._ordinary_are_finite() and all(engine.finite(*theirs[engine]) for engine in how)
@@ -157,10 +157,32 @@ class AdamW(torch.optim.Optimizer):
                     entry = how[cast(Engine, p.engine)].get((p.unit, p.index))
                     if entry is not None:
                         self.state[p]["step"] = entry["step"]
+                        self._own_moments(p)
             if self.journal is not None:
                 self.journal.take_gradients()
             self._step_ordinary(group)
         return loss
+
+    def _steps_of(self, engine: Engine, p: StreamedParameter) -> int:
+        """Those that its moments have had of this optimizer."""
+        steps = int(self.state[p].get("step", 0))
+        owner = engine.moments.get((p.unit, p.index))
+        if steps and owner is not None and owner[0]() is not self:
+            raise _native.UsageError(
+                f"another optimizer has trained {p.label} since this one did, and its moments have one place: go on with that one, or make a new one, whose moments begin at zero"
+            )
+        return steps
+
+    def _own_moments(self, p: StreamedParameter) -> None:
+        engine = cast(Engine, p.engine)
+        engine.moments[(p.unit, p.index)] = (weakref.ref(self), int(self.state[p]["step"]))
+
+    def own_moments(self) -> None:
+        """Those of all its streamed parameters are this optimizer's, with the counts of its state."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if isinstance(p, StreamedParameter) and self.state.get(p):
+                    self._own_moments(p)
 
     def _ordinary_are_finite(self) -> bool:
         grads = [p.grad for group in self.param_groups for p in group["params"] if not isinstance(p, StreamedParameter) and p.grad is not None]
@@ -198,9 +220,14 @@ class AdamW(torch.optim.Optimizer):
         anew = False
         for group in self.param_groups:
             for p in group["params"]:
-                if isinstance(p, StreamedParameter) and self.state[p].get("step", 0) != before.get(p, {}).get("step", 0):
-                    self.state[p] = before.get(p, {})  # the count goes with the moments, which stay
-                    anew = True
+                if not isinstance(p, StreamedParameter) or (steps := self.state[p].get("step", 0)) == before.get(p, {}).get("step", 0):
+                    continue
+                _, had = cast(Engine, p.engine).moments.get((p.unit, p.index), (None, 0))
+                if steps == had:  # of an optimizer whose place this one takes
+                    self._own_moments(p)
+                    continue
+                self.state[p] = before.get(p, {})  # the count goes with the moments, which stay
+                anew = True
         if anew and not self.moments_follow:
             log.warning(
                 "the optimizer's moments are not part of a state_dict: those of streamed parameters, and their step counts, stay as they are here; "

@@ -72,6 +72,7 @@ class Trainer:
         named = loss_named(loss) if isinstance(loss, str) else loss
         self._loss: Callable[[nn.Module, Any], torch.Tensor] = named or (lambda model, batch: model(**batch).loss)
         self._head: int | None = None  # the turn that came last in the step before
+        self._without_head = False  # whether a loss read parameters, or used them, once the last module had run
         self._multiple: set[int] = set()
         self._said = False
 
@@ -256,13 +257,14 @@ class Trainer:
             self.engine.activations.look()
             answer = self._record(lane, frame, outs)
             call = lane.calls[-1]
-            self.engine.active = None  # the lane's own code may not take turns now; if it asks for one, it waits
+            self.engine.active, self.engine.head_open = None, True  # the lane's own code may not take turns now; if it asks for one, it waits
             lane.resume(answer)
-            self.engine.active = turn
-            if lane.frame is not None:  # not the last after all: this call is an ordinary one
+            self._finish(lane, lanes, losses, count)
+            if lane.frame is not None or not self.engine.head_open:  # not the last after all, or the loss needs parameters: this call is an ordinary one
+                self._without_head = self._without_head or not self.engine.head_open
                 self._head = None
                 return
-            self._finish(lane, lanes, losses, count)
+            self.engine.active, self.engine.head_open = turn, False
             grads = frame.differentiate(inputs, weights, outs, [leaf.grad for leaf in call.outs])
         lane.calls.pop()
         self._pass_on(call, grads)
@@ -306,7 +308,7 @@ class Trainer:
                 number = call.frame.turn.number
                 (self._multiple if number in seen else seen).add(number)
         last = {lane.calls[-1].frame.turn.number for lane in lanes if lane.calls}
-        if self._head is None and len(last) == 1 and not last & self._multiple:
+        if self._head is None and not self._without_head and len(last) == 1 and not last & self._multiple:
             self._head = last.pop()
 
     def __del__(self) -> None:

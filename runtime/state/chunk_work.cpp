@@ -66,9 +66,14 @@ std::uint64_t ChunkWork::update_pieces(
     const TensorPiece& piece = pieces[index];
     const std::optional<optim::AdamWParams> params = params_of(piece);
     if (!params) return;
-    updated += optim::adamw_update(at_piece(*params, chunk, piece), gradients + piece.in_chunk,
-                                   state_from(view, piece.in_chunk), piece.elements)
-                   .updated;
+    const optim::State of_piece = state_from(view, piece.in_chunk);
+    if (params->step == 1) {  // another optimizer may have left its own
+      optim::zero_moment(of_piece.m, piece.elements, true);
+      optim::zero_moment(of_piece.v, piece.elements, false);
+    }
+    updated +=
+        optim::adamw_update(at_piece(*params, chunk, piece), gradients + piece.in_chunk, of_piece, piece.elements)
+            .updated;
   });
   return updated;
 }

@@ -319,6 +319,6 @@ def test_a_killed_transformers_trainer_resumes_with_its_bits(tmp_path, caplog):
     assert all(torch.equal(master, expected[name]) for name, master in weights.items())
     assert "moments" not in caplog.text  # they are restored, as the callback promises
     opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
-    opt.load_state_dict(torch.load(tmp_path / "killed/out/checkpoint-6/optimizer.pt"))
+    opt.load_state_dict(torch.load(tmp_path / "killed/out/checkpoint-4/optimizer.pt"))
     assert "moments are not part of a state_dict" in caplog.text
     tierflow.close(model)

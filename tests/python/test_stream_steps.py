@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from streaming import LR, batches, make, roomy, tierflow, torch, transformers
+from streaming import LR, UP, batches, make, roomy, tierflow, torch, transformers
 
 
 def trainer_of(model, **options):
@@ -104,3 +104,50 @@ def test_an_evaluation_has_no_gradients():
     assert modes == [False, False] and not any(value.requires_grad for value in found)
     assert trainer.evaluate(data) == [value.item() for value in found] and not model.training
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("from_step", [0, 2])
+@pytest.mark.parametrize("penalised", ["forward", "values", "both"])
+def test_a_loss_that_uses_a_parameter_after_the_last_module(from_step, penalised):
+    """In every step, or only later; of one micro-batch alone as well."""
+    calls = 0
+
+    def loss(model, batch):
+        nonlocal calls
+        calls += 1
+        number = calls
+        found = model(**batch).loss
+        if number > 3 * from_step and number % 3 != 1:
+            p = model.get_parameter(UP)
+            if penalised != "values":
+                found = found + 0.1 * (p * p).sum()
+            if penalised != "forward":
+                found = found * (1 + p.detach().float().abs().mean())
+        return found
+
+    def run(layer_major):
+        nonlocal calls
+        calls = 0
+        model = tierflow.wrap(make("llama"), roomy())
+        opt = tierflow.optim.AdamW(model.parameters(), lr=1e-3)
+        trainer, seen = tierflow.Trainer(model, opt, loss=loss), []
+        for step in range(4):
+            own = batches("llama", 3 * 4)[3 * step : 3 * step + 3]
+            if layer_major:
+                seen.append(trainer.backward(own))
+            else:
+                found = [loss(model, batch) for batch in own]
+                for value in found:
+                    (value / 3).backward()
+                seen.append(sum(float(value.detach()) for value in found) / 3)
+            if step == from_step:
+                gradients = {name: p.grad + 0 for name, p in model.named_parameters()}
+            opt.step()
+            opt.zero_grad()
+        return seen, gradients
+
+    (losses, found), (expected_losses, expected) = run(True), run(False)
+    assert losses[: from_step + 1] == expected_losses[: from_step + 1]
+    assert losses == pytest.approx(expected_losses, rel=1e-3)
+    for name, gradient in expected.items():
+        assert torch.linalg.vector_norm((found[name] - gradient).float()) < 0.01 * torch.linalg.vector_norm(gradient.float()), name
