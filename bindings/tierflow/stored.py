@@ -78,5 +78,8 @@ class StoredModel:
             if (shape or wanted) != wanted or (own and elements != math.prod(wanted)):
                 raise _native.InputError(f"{self.folder}: {(own or tensor.names)[0]} has the shape {shape or [elements]}, the model wants {wanted}")
         if missing:
-            raise _native.InputError(f"{self.folder} has no {', '.join(missing[:10])}{' ...' if len(missing) > 10 else ''}: another model's weights?")
+            raise _native.InputError(
+                f"{self.folder} has no {', '.join(missing[:10])}{' ...' if len(missing) > 10 else ''}: another model's weights? What is new (a head for other labels) is made by "
+                "transformers: tierflow.wrap(model_class.from_pretrained(folder), plan)"
+            )
         return found, made

@@ -149,7 +149,7 @@ class Frame:
             # A key-value cache: the recomputation would fill it a second time. An empty one changes nothing.
             if leaf.get_seq_length() == 0:
                 return None
-            raise _native.UsageError(f"{self.turn.name} was called with a filled cache while gradients are on: pass use_cache=False")
+            raise _native.UsageError(f"{self.turn.name} was called with a filled cache while gradients are on: pass use_cache=False (PEFT's prefix tuning is such a cache, and does not train)")
         return leaf
 
     def _of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,18 +1,36 @@
 #include "runtime/base/signals.h"
 
+#include <time.h>
+
+#include <atomic>
 #include <csignal>
+#include <cstdint>
 
 namespace tierflow {
 namespace {
 
 volatile std::sig_atomic_t first_signal = 0;
+std::atomic<std::int64_t> first_at = 0;  // milliseconds
+static_assert(std::atomic<std::int64_t>::is_always_lock_free, "a signal's handler may use no other");
+
+// timeout(1) signals its child and then the child's group, and a wrapper forwards the Ctrl-C that the terminal has
+// delivered already: that is one request.
+constexpr std::int64_t kOneRequestMs = 1000;
+
+std::int64_t now_ms() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * std::int64_t{1000} + now.tv_nsec / 1'000'000;
+}
 
 void on_signal(int number) {
-  if (first_signal != 0 && number != SIGHUP) {
+  if (first_signal == 0) {
+    first_at = now_ms();
+    first_signal = number;
+  } else if (number != SIGHUP && now_ms() - first_at >= kOneRequestMs) {
     std::signal(number, SIG_DFL);
     std::raise(number);
   }
-  if (first_signal == 0) first_signal = number;
 }
 
 }  // namespace

@@ -5,7 +5,8 @@
 namespace tierflow {
 
 // From now on SIGINT, SIGTERM and SIGHUP are counted: the command checks stop_signal() where it can end cleanly. A
-// second SIGINT or SIGTERM ends the process at once; a second SIGHUP does not, because closing a terminal may send two.
+// SIGINT or SIGTERM that comes a second after the first signal or later ends the process at once; what comes earlier is
+// the same request sent twice, as timeout(1) does. A second SIGHUP never ends it.
 // A SIGHUP that was ignored (nohup) stays ignored. Writing to a pipe that nobody reads, or beyond a limit of the file's
 // size, fails as a write and does not end the process.
 void watch_signals();

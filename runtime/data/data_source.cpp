@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <set>
 #include <system_error>
 #include <utility>
 
@@ -41,12 +42,26 @@ void walk(const std::filesystem::path& folder, std::size_t depth, std::vector<So
   std::sort(entries.begin(), entries.end());
   for (const auto& entry : entries) {
     if (entry.path().filename().string().front() == '.') continue;
-    const auto status = entry.symlink_status(error);
-    if (!error && std::filesystem::is_directory(status)) walk(entry.path(), depth + 1, found);
+    const bool folder = std::filesystem::is_directory(entry.symlink_status(error));
+    if (!error && folder) walk(entry.path(), depth + 1, found);
     const auto kind = kind_of(entry.path());
-    if (!error && kind && *kind != SourceKind::rows && std::filesystem::is_regular_file(status))
+    // Also one that a link names: folders that huggingface_hub makes are of these.
+    if (kind && *kind != SourceKind::rows && std::filesystem::is_regular_file(entry.status(error)) && !error)
       found.push_back({entry.path(), *kind});
   }
+}
+
+// Of a file and links to it in one folder, or of several links, what was found first.
+void leave_out_twice_found(std::vector<Source>& found, std::size_t first) {
+  std::set<std::filesystem::path> files;
+  const auto begin = found.begin() + static_cast<std::ptrdiff_t>(first);
+  std::error_code error;
+  found.erase(std::remove_if(begin, found.end(),
+                             [&](const Source& source) {
+                               const auto file = std::filesystem::canonical(source.path, error);
+                               return !files.insert(error ? source.path : file).second;
+                             }),
+              found.end());
 }
 
 // By its byte-order mark.
@@ -171,6 +186,7 @@ std::vector<Source> list_sources(const std::vector<std::filesystem::path>& paths
     const std::size_t before = sources.size();
     if (std::filesystem::is_directory(status)) {
       walk(path, 0, sources);
+      leave_out_twice_found(sources, before);
       if (sources.size() == before) fail_input(path.string(), "holds no .txt, .py, .md, .jsonl, .npy or .bin file");
       continue;
     }

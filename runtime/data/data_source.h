@@ -20,8 +20,8 @@ struct Source {
 };
 
 // The files of `paths` in the order given, folders walked in the order of their names. Inside a folder, hidden files,
-// symbolic links and files of other kinds, or of prepared rows, are passed over; a file named itself must be of a known
-// kind.
+// links to folders and files of other kinds, or of prepared rows, are passed over, and a file that is found twice is
+// read once; a file named itself must be of a known kind.
 std::vector<Source> list_sources(const std::vector<std::filesystem::path>& paths);
 
 // Receives the content of the files, in order.

@@ -76,6 +76,22 @@ NpyHeader read_npy_header(const File& file, const std::filesystem::path& path) {
   return {.type = type, .count = count, .data_start = start + length};
 }
 
+// Ids in 32 bits, read as 16, have a zero behind each.
+void refuse_wider_words(const File& file, const std::filesystem::path& path, std::uint64_t size) {
+  std::vector<std::uint16_t> words(std::min<std::uint64_t>(size / 2, 8192) / 2 * 2);
+  if (words.size() < 64) return;
+  read_exactly(file, path, 0, std::as_writable_bytes(std::span(words)));
+  bool ids = false;
+  for (std::size_t i = 0; i < words.size(); i += 2) {
+    ids = ids || words[i] != 0;
+    if (words[i + 1] != 0) return;
+  }
+  if (ids)
+    fail_input(path.string(),
+               "looks like words of 32 bits: tokens of this vocabulary are little-endian uint16 (a .npy file says of "
+               "which type its ids are)");
+}
+
 }  // namespace
 
 void read_npy(const std::filesystem::path& path, DocumentSink& sink) {
@@ -107,7 +123,10 @@ void read_bin(const std::filesystem::path& path, int width, DocumentSink& sink) 
     fail_input(path.string(),
                fmt::format("is {} bytes long, not a multiple of {}: tokens of this vocabulary are little-endian uint{}",
                            size, width, 8 * width));
-  if (width == 2) return read_words<std::uint16_t>(file, path, 0, size, sink);
+  if (width == 2) {
+    refuse_wider_words(file, path, size);
+    return read_words<std::uint16_t>(file, path, 0, size, sink);
+  }
   read_words<std::uint32_t>(file, path, 0, size, sink);
 }
 

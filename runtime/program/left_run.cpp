@@ -22,14 +22,16 @@ void end_state(const TrainOptions& options, const LeftRun& left, const std::stri
 }
 
 // Nothing is written over the result of a run, and only a run with storage takes it for its own.
-void refuse_result(const TrainOptions& options, const std::string& differs) {
-  if (differs.empty() && !options.fresh && !options.storage.empty()) return;
+[[noreturn]] void refuse_result(const TrainOptions& options, const std::string& differs, const std::string& stopped) {
+  const std::string result =
+      stopped.empty() ? "holds the result of a finished run, which stays; that run had "
+                      : "holds what a run that was stopped after " + stopped + " trained, which stays; that run had ";
   fail(io::ErrorKind::usage, options.out.string(),
-       differs.empty()
-           ? "holds the result of this very run, which is finished: to do it once more, name another folder "
-             "as --out"
-           : "holds the result of a finished run, which stays; that run had " + differs +
-                 ": name another folder as --out for this one");
+       !differs.empty() ? result + differs + ": name another folder as --out for this one"
+       : stopped.empty()
+           ? "holds the result of this very run, which is finished: to do it once more, name another folder as --out"
+           : "holds what this very run trained until it was stopped after " + stopped +
+                 ", and its state is gone: to do it from the beginning, name another folder as --out");
 }
 
 }  // namespace
@@ -37,14 +39,19 @@ void refuse_result(const TrainOptions& options, const std::string& differs) {
 LeftRun find_left_run(const TrainOptions& options, TrainingLog& log) {
   LeftRun left;
   const std::string maker = maker_of_result(options);
-  if (!maker.empty()) refuse_result(options, other_result(maker, effective_configuration(options)));
+  const std::string stopped = was_stopped(maker);
+  const std::string differs = maker.empty() ? "" : other_result(maker, effective_configuration(options));
+  if (!maker.empty() && (!differs.empty() || options.fresh || options.storage.empty()))
+    refuse_result(options, differs, stopped);
   if (options.fresh || options.storage.empty()) return left;
   left.elsewhere = finish_move(volume_in(options, engine_kind(options.engine)), log.teller());
   const Folders& lies = left.elsewhere.empty() ? options.storage : left.elsewhere;
   left.store = find_left_store(lies);
-  left.finished = !maker.empty();
+  if (!stopped.empty() && !left.store.resumable) refuse_result(options, differs, stopped);
+  left.finished = !maker.empty() && stopped.empty();
   if (left.finished) {
-    log.say("the run is finished: its result is in " + options.out.string());
+    log.say("the run is finished: its result is in " + options.out.string() +
+            ", of --model and --data as they were then");
     end_state(options, left, maker, log);
     return left;
   }

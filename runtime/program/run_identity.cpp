@@ -9,14 +9,25 @@
 
 #include "io/checksum.h"
 #include "runtime/base/exception.h"
+#include "runtime/checkpoint/weights_hash.h"
 #include "runtime/program/loss_options.h"
 
 namespace tierflow {
 
 using nlohmann::json;
 
-std::string run_identity(const TrainOptions& options, std::uint64_t data, std::optional<std::uint64_t> teacher,
-                         bool base_is_reference) {
+std::optional<std::uint64_t> hash_of_weights(const TrainOptions& options, bool resumed) {
+  if (!options.config.empty()) return {};
+  try {
+    return weights_hash(Checkpoint::open(options.model));
+  } catch (const Exception&) {
+    if (!resumed) throw;
+    return {};
+  }
+}
+
+std::string run_identity(const TrainOptions& options, std::uint64_t data, std::optional<std::uint64_t> weights,
+                         std::optional<std::uint64_t> teacher, bool base_is_reference) {
   json identity{{"data", fmt::format("{:016x}", data)},
                 {"sequence-length", options.sequence_length},
                 {"micro-batch", options.micro_batch},
@@ -29,6 +40,7 @@ std::string run_identity(const TrainOptions& options, std::uint64_t data, std::o
   if (loss_rule(options).pairs())  // whose data are no other run's
     identity.update({{"loss", options.loss}, {"beta", options.beta}, {"simpo-gamma", options.simpo_gamma}});
   if (base_is_reference) identity["reference"] = "base";
+  if (weights) identity["model"] = fmt::format("{:016x}", *weights);
   if (teacher)
     identity.update({{"distill", fmt::format("{:016x}", *teacher)},
                      {"kd-alpha", options.kd.alpha},
@@ -37,8 +49,17 @@ std::string run_identity(const TrainOptions& options, std::uint64_t data, std::o
   return identity.dump();
 }
 
+std::string with_weights_of(const std::string& then, const std::string& now) {
+  const json before = json::parse(then, nullptr, false);
+  json made = json::parse(now);
+  made.erase("model");
+  if (before.is_object() && before.contains("model")) made["model"] = before["model"];
+  return made.dump();
+}
+
 namespace {
 
+constexpr const char* kStopped = "stopped";
 constexpr std::size_t kMostNamed = 5;
 constexpr std::array kChooseNoResult = {"allow-any-filesystem",
                                         "allow-buffered",
@@ -58,6 +79,7 @@ constexpr std::array kChooseNoResult = {"allow-any-filesystem",
                                         "resume",
                                         "sample-every",
                                         "sample-prompts",
+                                        kStopped,
                                         "storage",
                                         "threads",
                                         "trace"};
@@ -105,9 +127,22 @@ std::string other_result(const std::string& then, const std::string& now) {
   return fmt::format("{}", fmt::join(what, " and "));
 }
 
+std::string stopped_at(const std::string& effective, std::int64_t step, std::int64_t of) {
+  json options = json::parse(effective);
+  options[kStopped] = {{"step", step}, {"of", of}};
+  return options.dump();
+}
+
+std::string was_stopped(const std::string& effective) {
+  const json options = options_of(effective);
+  const json stopped = options.value(kStopped, json());
+  if (!stopped.is_object()) return "";
+  return fmt::format("step {} of {}", stopped.value("step", std::int64_t{0}), stopped.value("of", std::int64_t{0}));
+}
+
 std::string configuration_hash(const std::string& effective) {
   json options = json::parse(effective, nullptr, false);
-  if (options.is_object()) leave_out(options, std::array{"resume", "fresh", "go-back"});
+  if (options.is_object()) leave_out(options, std::array{"resume", "fresh", "go-back", kStopped});
   const std::string all = options.is_object() ? options.dump() : effective;
   return fmt::format("{:016x}", io::content_hash(std::as_bytes(std::span(all))));
 }
@@ -127,10 +162,11 @@ void expect_same_run(const std::string& then, const std::string& now, const Fold
   std::string what;
   for (const auto& [option, value] : wanted.items()) {
     const json had = had_then(option);
-    if (had == value || (option == "data" && cut_otherwise)) continue;
+    if (had == value || (option == "data" && cut_otherwise) || (option == "model" && had.is_null())) continue;
     if (!what.empty()) what += " and ";
     what += option == "data"
                 ? "other --data (or another tokenizer, --held-out, --packing, --train-on or another option of the data)"
+            : option == "model"   ? "other weights in --model"
             : option == "distill" ? (had.is_null() ? "no --distill" : "another file of --distill")
                                   : fmt::format("--{} {}, not {}", option, had.dump(), value.dump());
     if (option == "distill" && had.is_null()) break;  // nor what belongs to it

@@ -138,10 +138,10 @@ void RunResult::check_space(const ResultFolder& folder) const {
   folder.check_space(weight_bytes_ + companions_->bytes() + kBesideWeights);
 }
 
-void RunResult::write(Session& session, const Progress& progress) {
+void RunResult::write(Session& session, const std::string& made_by, const Progress& progress) {
   if (!folder_) return commit(session);
   try {
-    const std::string broken = fill(*folder_, weights_of(session), progress);
+    const std::string broken = fill(*folder_, made_by, weights_of(session), progress);
     if (session.storage_mode() && !broken.empty()) {
       // Before anything that takes time: without its last file it is no result, whatever happens.
       unlink((folder_->path() / last_file(options_)).c_str());
@@ -176,8 +176,9 @@ void RunResult::write_checkpoint(Session& session, std::int64_t best, std::int64
     const Checkpoints checkpoints(folder_->path());
     // The next one is whole before an older one goes.
     check_space();
-    fs::path made = checkpoints.write(
-        step, [&](const ResultFolder& folder) { refuse_not_finite(fill(folder, weights, progress)); });
+    fs::path made = checkpoints.write(step, [&](const ResultFolder& folder) {
+      refuse_not_finite(fill(folder, effective_configuration(options_), weights, progress));
+    });
     if (outdated != 0 && (options_.export_every == 0 || outdated % options_.export_every != 0))
       checkpoints.remove(outdated);
     if (options_.export_keep > 0) checkpoints.keep_last(options_.export_keep, best);
@@ -203,7 +204,7 @@ void RunResult::write_elsewhere(Session& session, const fs::path& out,
     return ended(error.error());
   }
   const auto write = [this, folder](const ExportWeights& weights, const Progress& progress) {
-    refuse_not_finite(fill(*folder, weights, progress));
+    refuse_not_finite(fill(*folder, effective_configuration(options_), weights, progress));
     folder->finish();
     return folder->path();
   };
@@ -270,10 +271,11 @@ ExportWeights RunResult::weights_of(Session& session) const {
   };
 }
 
-std::string RunResult::fill(const ResultFolder& folder, const ExportWeights& weights, const Progress& progress) const {
+std::string RunResult::fill(const ResultFolder& folder, const std::string& made_by, const ExportWeights& weights,
+                            const Progress& progress) const {
   folder.begin(last_file(options_));
   companions_->copy_to(folder.path());
-  write_text(folder.path() / "tierflow_run.json", effective_configuration(options_) + "\n");
+  write_text(folder.path() / "tierflow_run.json", made_by + "\n");
   return weights(folder.path(), progress);
 }
 

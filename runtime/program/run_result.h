@@ -14,7 +14,7 @@ namespace tierflow {
 
 // The file that a run's result has when it is whole.
 const char* last_file(const TrainOptions& options);
-// effective_configuration() of the command whose whole result --out holds; empty where it holds none.
+// What RunResult::write() was given by the run whose whole result --out holds; empty where it holds none.
 std::string maker_of_result(const TrainOptions& options);
 
 // The end of an error message about a state that cannot be resumed: "; ..." with the newest model in --out. Empty if
@@ -30,9 +30,10 @@ class RunResult {
 
   // Throws Exception (kind environment) if --out has no room for the model's weights and what goes with them.
   void check_space() const;
-  // Weights, tokenizer files, tierflow_run.json and, when all else is durable, config.json; or the commit. If that
-  // fails the state stays in the storage folders, and the Exception gives the command that exports it.
-  void write(Session& session, const Progress& progress);
+  // Weights, tokenizer files, tierflow_run.json (made_by: effective_configuration(), or stopped_at() of it) and, when
+  // all else is durable, config.json; or the commit. If that fails the state stays in the storage folders, and the
+  // Exception gives the command that exports it.
+  void write(Session& session, const std::string& made_by, const Progress& progress);
   // Commits the state. If that fails, the Exception gives the command that says whether it can be opened.
   void commit(Session& session) const;
   // The next two functions write the model of this moment. Training goes on meanwhile if the session can keep the step.
@@ -57,7 +58,8 @@ class RunResult {
   // What the result consists of, from the session's present weights.
   ExportWeights weights_of(Session& session) const;
   // Returns what `weights` returns.
-  std::string fill(const ResultFolder& folder, const ExportWeights& weights, const Progress& progress) const;
+  std::string fill(const ResultFolder& folder, const std::string& made_by, const ExportWeights& weights,
+                   const Progress& progress) const;
   void check_space(const ResultFolder& folder) const;
   // write: returns the folder. `how` is a part of what is said where that fails.
   void begin_beside(Session& session, const char* how,

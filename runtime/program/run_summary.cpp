@@ -64,17 +64,20 @@ std::string result_of_text_model(const TrainOptions& options, const ModelSpec& s
 
 void say_which_is_best(const TrainOptions& options, const RunRecord& record, bool exported,
                        std::optional<std::pair<std::int64_t, double>> result, TrainingLog& log) {
-  if (result && !(exported && record.exported_loss < result->second)) {
-    const auto [step, loss] = *result;
-    log.say(fmt::format("the lowest held-out loss is the result's, after step {}", step));
-    log.object({{"best", {{"step", step}, {"held_out_loss", loss}, {"folder", options.out}}}});
-  } else if (exported) {
-    const std::string folder = (options.out / fmt::format("checkpoint-{}", record.exported)).string();
-    log.say(fmt::format("the lowest held-out loss was {}, after step {}: {}", loss_text(record.exported_loss),
-                        record.exported, folder));
-    log.object({{"best", {{"step", record.exported}, {"held_out_loss", record.exported_loss}, {"folder", folder}}}});
+  const auto& [loss, step, since] = record.best;
+  if (result && !(loss < result->second)) {
+    log.say(fmt::format("the lowest held-out loss is the result's, after step {}", result->first));
+    log.object({{"best", {{"step", result->first}, {"held_out_loss", result->second}, {"folder", options.out}}}});
+  } else if (std::isfinite(loss)) {
+    const bool here = exported && record.exported == step;
+    const json folder = here ? json((options.out / fmt::format("checkpoint-{}", step)).string()) : json();
+    log.say(fmt::format("the lowest held-out loss was {}, after step {}: {}", loss_text(loss), step,
+                        here ? folder.get<std::string>()
+                             : "its model is not in " + options.out.string() +
+                                   "; it was not written, or in the --out of another command"));
+    log.object({{"best", {{"step", step}, {"held_out_loss", loss}, {"folder", folder}}}});
   } else {
-    log.say("no model was kept as the best: no evaluation between steps had a loss, or its model was not written");
+    log.say("no model was kept as the best: no evaluation between steps had a loss");
   }
 }
 

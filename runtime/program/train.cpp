@@ -66,8 +66,7 @@ class Training {
     per_step_ = options.micro_batch * options.micro_batches * sequences_in_one(options);
     steps_ = options.steps;
     if (steps_ == 0)
-      steps_ =
-          std::max<std::int64_t>(1, std::max<std::int64_t>(1, options.epochs) * data_.training_sequences() / per_step_);
+      steps_ = (std::max<std::int64_t>(1, options.epochs) * data_.training_sequences() + per_step_ - 1) / per_step_;
     schedule_ = {.lr = highest_lr(options), .kind = options.lr_schedule, .warmup = options.warmup, .steps = steps_};
   }
 
@@ -146,9 +145,10 @@ class Training {
         out_of_memory = !within_memory(step, [&] { held_out_.evaluate(*session_, step, result_.held_out_after); });
       if (!out_of_memory) refuse_unless_finite(step);
     }
-    out_.write(*session_, [this](const char* phase, std::uint64_t done, std::uint64_t total) {
-      log_.progress(phase, done, total);
-    });
+    const bool stopped = step < steps_ && !held_out_.stops_early();
+    out_.write(
+        *session_, stopped ? stopped_at(made_by_, step, steps_) : made_by_,
+        [this](const char* phase, std::uint64_t done, std::uint64_t total) { log_.progress(phase, done, total); });
     if (!options_.no_export) session_->discard();
     if (!doubtful && !out_of_memory && step > 0 && ((signal == 0 && !at_limit) || options_.eval_every > 0)) {
       if (!held_out_.evaluated(step)) out_of_memory = !evaluate_result(step);
@@ -167,15 +167,19 @@ class Training {
   void open_session() {
     const Say say = log_.teller();
     const std::uint64_t device_fixed = prepare_torch(device_of(options_), options_.threads);
-    const std::string run = run_identity(options_, data_.fingerprint(), teacher_.hash(), base_is_reference_);
-    if (left_.resumable) expect_same_run(left_.run, run, elsewhere_.empty() ? options_.storage : elsewhere_);
+    std::string run = run_identity(options_, data_.fingerprint(), hash_of_weights(options_, left_.resumable),
+                                   teacher_.hash(), base_is_reference_);
+    if (left_.resumable) {
+      expect_same_run(left_.run, run, elsewhere_.empty() ? options_.storage : elsewhere_);
+      run = with_weights_of(left_.run, run);
+    }
     if (!elsewhere_.empty())
       move_store(volume_in(options_, engine_kind(options_.engine)), elsewhere_, say, log_.stoppable_progress());
     SessionOptions session = train_settings(options_, device_fixed, say);
     session.loss.base_is_reference = base_is_reference_;
     session.record = trace_.wanted();
     session.run = run;
-    record_.configuration = configuration_hash(effective_configuration(options_));
+    record_.configuration = configuration_hash(made_by_);
     session.remembered = record_.json();
     teacher_.tell(session);
     preference_.set_aside(session, say);
@@ -204,6 +208,10 @@ class Training {
                          data_.training_sequences() / each, each == 2 ? "pairs" : "sequences",
                          each * options_.sequence_length, data_.held_out_sequences() / each, steps_,
                          per_step_ * options_.sequence_length));
+    if (per_step_ > data_.training_sequences())
+      log_.say(
+          "warning: a step takes more sequences than there are, so some come several times in each: a smaller "
+          "--micro-batches or --micro-batch takes each once");
     say_what_is_durable(options_, *session_, steps_, left_.resumable, log_);
   }
 
@@ -347,6 +355,7 @@ class Training {
   }
 
   const TrainOptions& options_;
+  const std::string made_by_ = effective_configuration(options_);
   const LeftStore left_;
   const Folders elsewhere_;
   TrainingLog& log_;

@@ -177,6 +177,22 @@ def test_what_a_stopped_run_did_not_do_is_done_when_it_goes_on(work):
     assert {each.name for each in work.glob("out/checkpoint-*")} >= {"checkpoint-2", f"checkpoint-{best}"}
 
 
+def test_a_best_model_that_is_not_in_this_out_is_not_taken_for_the_result(work):
+    """It is in the --out of the command before, which another one goes on from."""
+    rising = ["--lr", "2", "--warmup", "8", "--eval-every", "1", "--export-best"]
+    words = [*changed(TRAIN, {"--steps": "8"}), *small(*rising, "--storage", "store", "--host-memory", "1MiB", "--durability", "step")]
+    process = start(work, *words, delay_ms=20)
+    wait_until(lambda: (work / "log.json").exists() and 6 in evaluations(work / "log.json"))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM, process.stderr.read()
+    losses = evaluations(work / "log.json")
+    best = min((step for step in losses if step), key=losses.get)
+    done = run(work, *changed(words, {"--out": "elsewhere", "--log-json": "later.json"}))
+    assert best < 6 and f"the lowest held-out loss was {losses[best]:.4f}, after step {best}: its model is not in elsewhere" in done.stderr
+    records = [json.loads(line) for line in (work / "later.json").read_text().splitlines()]
+    assert [record["best"] for record in records if "best" in record] == [{"step": best, "held_out_loss": pytest.approx(losses[best]), "folder": None}]
+
+
 def test_the_best_model_that_cannot_be_written_leaves_the_one_before(work):
     words = [*TRAIN, *small("--lr", "1e-3", "--eval-every", "1", "--export-best")]
     shim = {"LD_PRELOAD": str(BUILD / "librecord_calls.so"), "TIERFLOW_FAIL": "flush:checkpoint-5.partial/model.safetensors.partial:28"}

@@ -2,6 +2,7 @@
 import json
 import re
 import signal
+import time
 
 import pytest
 from program import BUILD, again, changed, needs_torch, run, small, start, steps_of, wait_until_stopped
@@ -83,7 +84,10 @@ def test_stopped_while_it_writes_it_ends_that_first_and_twice_at_once(work, expe
     if twice:
         while "the model after step 2 is written first; once more ends at once" not in process.stderr.readline():
             assert process.poll() is None
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.1)  # one that comes earlier is the same request
         process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGCONT)
         assert process.wait(60) == -signal.SIGTERM
         status = json.loads(again(work, "status", "store", "--json").stdout)
         assert status["step"] == 2

@@ -109,16 +109,18 @@ TEST_F(Data, FoldersAreWalkedInOrderAndNotLeft) {
   write_file(root / "c.txt", "CCCCCCC");
   write_file(root / "d.jpg", "DDDDDDD");
   write_file(root / ".git" / "e.txt", "EEEEEEE");
-  write_file(dir_.path() / "secret.txt", "SSSSSSS");
-  fs::create_symlink("../secret.txt", root / "f.txt");
+  write_file(dir_.path() / "linked.txt", "LLLLLLL");
+  fs::create_symlink("../linked.txt", root / "f.txt");
+  fs::create_symlink("f.txt", root / "i.txt");
+  fs::create_symlink("nowhere", root / "j.txt");
   fs::create_symlink("..", root / "g");
   fs::create_symlink("g", root / "h");
   options_.paths = {root};
   options_.held_out = 0;
-  options_.sequence_length = 23;
+  options_.sequence_length = 31;
   const Dataset data = Dataset::prepare(options_);
-  ASSERT_EQ(data.tokens(), 23);
-  EXPECT_EQ(text(data, 0), std::string("ZZZZZZZ\0BBBBBBB\0CCCCCCC", 23));
+  ASSERT_EQ(data.tokens(), 31);
+  EXPECT_EQ(text(data, 0), std::string("ZZZZZZZ\0BBBBBBB\0CCCCCCC\0LLLLLLL", 31)) << "files that are linked too";
 }
 
 TEST_F(Data, JsonLinesGiveTheirField) {
@@ -155,6 +157,11 @@ TEST_F(Data, TokenFiles) {
   prepare("a.npy", npy("<u2", "(8,)", words)).training_sequence(0, ids);
   EXPECT_EQ(ids, (std::vector<std::int64_t>{1, 2, 3, 4, 5, 6, 7, 999}));
   refused("b.bin", words.substr(0, 15), {"multiple of 2"});
+  std::string wide;
+  for (int i = 0; i < 64; ++i) wide += std::string{static_cast<char>(i), '\1', '\0', '\0'};
+  refused("w.bin", wide, {"w.bin", "looks like words of 32 bits", "uint16"});
+  wide[2] = '\1';
+  prepare("v.bin", wide);
   refused("b.npy", npy("<u2", "(9,)", words), {"truncated"});
   refused("c.npy", npy("<u2", "(7,)", words), {"7 elements"});
   refused("d.npy", npy("<u2", "(2, 4)", words), {"one-dimensional"});
