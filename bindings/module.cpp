@@ -6,6 +6,7 @@
 #include "bindings/convert.h"
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/safetensors.h"
+#include "runtime/checkpoint/weights_hash.h"
 #include "runtime/device/device_memory.h"
 #include "runtime/models/attention.h"
 #include "runtime/planning/export_request.h"
@@ -294,6 +295,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       Released());
   module.def("stored_tensors", &stored_tensors);
   module.def("check_quantised", &check_quantised);
+  module.def(
+      "weights_hash", [](const std::string& folder) { return weights_hash(Checkpoint::open(folder)); }, Released());
+  module.def("expect_model_folder", [](const std::string& folder) { expect_model_folder(folder); });
   module.def("checkpoint_aliases", [](const std::string& name) { return checkpoint_aliases(name); });
   module.def(
       "attention",

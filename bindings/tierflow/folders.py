@@ -106,7 +106,4 @@ def _flush(path: Path) -> None:
 
 def expect_model_folder(path: Path) -> None:
     """Raises InputError unless it is one."""
-    if not path.is_dir():
-        raise _native.InputError(f"{path}: there is no such folder; a model is a folder with config.json and safetensors")
-    if not (path / "config.json").is_file():
-        raise _native.InputError(f"{path}: has no config.json: a model is a folder with config.json and safetensors")
+    _native.expect_model_folder(str(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import hashlib
 import json
 import logging
 import math
@@ -28,7 +29,7 @@ from .loss import fuse_loss
 from .optim import skipped_steps
 from .parameter import StreamedParameter
 from .stored import StoredModel
-from .units import check_real, cut, init_empty, move_buffers
+from .units import Cut, check_real, cut, init_empty, move_buffers
 
 log = logging.getLogger("tierflow")
 
@@ -112,7 +113,7 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
                 raise _native.InputError(f"{tensor.names[0]} has no values: name a folder that has them, wrap(..., checkpoint=folder)")
             tensors[tensor.names[0]] = tensor.parameter.data
     units, turns = cut_.describe()
-    options = plan.options() | ({"run": _run_of(module, plan, fused_layers)} if plan.budget.durable else {})
+    options = plan.options() | ({"run": _run_of(module, plan, fused_layers, _weights_of(cut_, tensors, checkpoint))} if plan.budget.durable else {})
     native = _native.Streamer(units, turns, tensors, str(checkpoint) if checkpoint is not None else "", stored, options, log.warning)
     engine = Engine(module, cut_, native, plan.device, int(parse_size(plan.budget.device) * plan.budget.activations), fused_layers)
     engine.durable, engine.storage = int(plan.budget.durable), [str(folder) for folder in plan.budget.storage]
@@ -127,13 +128,26 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
     return module
 
 
-def _run_of(module: nn.Module, plan: Plan, fused_layers: bool) -> str:
+def _weights_of(cut_: Cut, tensors: dict[str, Any], checkpoint: str | os.PathLike | None) -> str:
+    """Tells other weights of the same shapes apart: some values of what the folder has, and of what is frozen. Trained parameters that were made here may be random."""
+    found = hashlib.blake2b(digest_size=8)
+    if checkpoint is not None:
+        found.update(str(_native.weights_hash(str(checkpoint))).encode())
+    for tensor in (tensor for unit in cut_.units if not unit.trainable for tensor in unit.tensors):
+        if (values := tensors.get(tensor.names[0])) is not None and isinstance(values, torch.Tensor):
+            flat = values.detach().flatten()
+            for first in (0, max(0, len(flat) - 1024) // 2, max(0, len(flat) - 1024)):
+                found.update(flat[first : first + 1024].float().cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _run_of(module: nn.Module, plan: Plan, fused_layers: bool, weights: str) -> str:
     """What has to be equal for a run to go on with the bits of another, besides parameters, precision and seed."""
     config = getattr(module, "config", None)
     values = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
     kept = {key: value for key, value in values.items() if not key.startswith("_") and key not in ("transformers_version", "use_cache", "architectures")}
     run = {"class": f"{type(module).__module__}.{type(module).__qualname__}", "attention": getattr(config, "_attn_implementation", None)}
-    return json.dumps({**run, "configuration": kept, "fused_layers": fused_layers, "blocks": list(plan.blocks)}, default=str, sort_keys=True)
+    return json.dumps({**run, "weights": weights, "configuration": kept, "fused_layers": fused_layers, "blocks": list(plan.blocks)}, default=str, sort_keys=True)
 
 
 def engine_of(module: nn.Module) -> Engine:

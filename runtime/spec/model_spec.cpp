@@ -176,6 +176,8 @@ bool is_hub_name(const std::string& text) {
          text.find('/', slash + 1) == text.npos && text.front() != '.' && text.front() != '~';
 }
 
+}  // namespace
+
 void expect_model_folder(const std::filesystem::path& folder) {
   std::error_code unknown;
   const std::string text = folder.string();
@@ -195,8 +197,6 @@ void expect_model_folder(const std::filesystem::path& folder) {
                                text
                          : "has no config.json: a model is a folder with config.json and safetensors");
 }
-
-}  // namespace
 
 ModelSpec read_model_spec(const std::filesystem::path& config_json, const Tiling& tiling, const std::string& as) {
   return parse_model_spec(read_text(config_json, config_limit), config_json.string(), tiling, as);

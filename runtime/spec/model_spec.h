@@ -158,6 +158,10 @@ struct ModelSpec {
 // (checkpoint/packed_weight.h).
 void check_quantised(const std::string& quantization_config, const std::string& where);
 
+// Throws Exception (kind input) that says what is missing, and for what may be a name on the Hugging Face Hub, how to
+// fetch it.
+void expect_model_folder(const std::filesystem::path& folder);
+
 // Reads and checks a config.json. Throws Exception (kind input) naming the file, the field and the supported
 // architectures. as: the model_type of the family that a model of an unknown architecture is read as (families.h).
 ModelSpec read_model_spec(const std::filesystem::path& config_json, const Tiling& tiling = {},

@@ -386,6 +386,32 @@ def test_other_data_is_refused_by_name(tmp_path):
     assert scheduled(tmp_path, none, done=1, rate=3e-3, data="rows.jsonl sha 12", trains=1) == [3e-3, 3e-3]
 
 
+def test_adapters_do_not_go_on_over_a_base_with_other_weights(tmp_path):
+    """Nor over another folder; what is trained may begin with other values, which the state replaces."""
+    folder, plan = tmp_path / "model", plan_of([tmp_path / "a"])
+    train(plan, adapters=True)
+    other = make("llama").requires_grad_(False)
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight += 0.01
+    with pytest.raises(tierflow.UsageError, match="the run whose state is here had another model's weights: the same script"):
+        tierflow.wrap(other, plan)
+    tierflow.close(tierflow.wrap(make("llama").requires_grad_(False), plan))
+    make("llama").save_pretrained(folder)
+    from_folder = plan_of([tmp_path / "b"])
+    model = tierflow.load(folder, from_folder)
+    opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+    tierflow.resume(model, opt)
+    tierflow.close(model)
+    other.save_pretrained(folder)
+    with pytest.raises(tierflow.UsageError, match="another model's weights"):
+        tierflow.load(folder, from_folder)
+    tierflow.close(tierflow.wrap(gpt2(), plan_of([tmp_path / "c"])))
+    random = gpt2()
+    with torch.no_grad():
+        random.lm_head.weight += 0.01
+    tierflow.close(tierflow.wrap(random, plan_of([tmp_path / "c"])))
+
+
 def test_what_is_not_the_same_run_is_refused_and_the_state_stays(made, tmp_path):
     model, _, begin = made
     with pytest.raises(tierflow.LockedError, match="this process holds it"):
