@@ -1,5 +1,7 @@
 // The bytes of the files that lie beside a state, as golden/*.txt in this folder has them: what this version writes
 // must equal them, and they must open.
+#include <sys/stat.h>
+
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -60,6 +62,17 @@ TEST_F(FilesBesideAState, ArePinned) {
   }
   EXPECT_EQ(golden_.size(), 4U);
   EXPECT_EQ(written, golden_);
+}
+
+// What a client keeps there is as much its user's own as the state is.
+TEST_F(FilesBesideAState, AreOfTheirUserAlone) {
+  const mode_t before = umask(0);
+  const std::string checksum = keep_beside({written_.path()}, 4, "what a client keeps");
+  bring_beside({written_.path()}, {folder_.path()}, 4, checksum);
+  umask(before);
+  for (const TempDir* folder : {&written_, &folder_})
+    EXPECT_EQ(std::filesystem::status(folder->path() / "state.tfv.beside.A").permissions(),
+              std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
 }
 
 TEST_F(FilesBesideAState, Open) {
