@@ -2,6 +2,9 @@
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
+#include <linux/magic.h>
+#include <sys/mman.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,6 +13,7 @@
 #include <fstream>
 #include <iterator>
 #include <string>
+#include <vector>
 
 #include "runtime/base/exception.h"
 #include "tests/support/system_calls.h"
@@ -116,6 +120,58 @@ TEST(SequentialFile, AnErrorOfTheLastPieceIsThrownAtTheEnd) {
     EXPECT_EQ(error.error().error_number, ENOSPC);
     EXPECT_THAT(error.what(), ::testing::HasSubstr("/dev/full"));
   }
+}
+
+// Of a piece of whole blocks nothing is left for another call, which would fail as well.
+TEST(SequentialFile, AnErrorOfWholeBlocksIsWhatTheKernelSaid) {
+  testing::TempDir folder;
+  const std::string text = numbered(4 << 20);
+  const testing::SystemCalls calls(testing::failing("pwrite", EIO, "file", 1));
+  SequentialFile file(folder.path() / "file", text.size());
+  try {
+    file.write(std::as_bytes(std::span(text)));
+    file.finish();
+    FAIL();
+  } catch (const Exception& error) {
+    EXPECT_EQ(error.error().error_number, EIO);
+    EXPECT_EQ(error.error().operation, "write");
+  }
+}
+
+// How many pages of the file are in the page cache.
+std::size_t pages_in_memory(const std::filesystem::path& path, std::size_t bytes) {
+  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  void* const mapped = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, descriptor, 0);
+  ::close(descriptor);
+  std::vector<unsigned char> pages((bytes + 4095) / 4096);
+  EXPECT_EQ(mincore(mapped, bytes, pages.data()), 0);
+  munmap(mapped, bytes);
+  return static_cast<std::size_t>(std::ranges::count_if(pages, [](unsigned char page) { return (page & 1) != 0; }));
+}
+
+// On a file system without O_DIRECT: what is left in the page cache would be compared with itself.
+TEST(SequentialFile, IsReadBackFromTheDrive) {
+  testing::TempDir folder;
+  struct statfs system {};
+  ASSERT_EQ(statfs(folder.path().c_str(), &system), 0);
+  if (system.f_type == TMPFS_MAGIC) GTEST_SKIP() << "a file system in memory has no drive";
+  const std::string text = numbered(16 << 20);
+  const std::filesystem::path path = folder.path() / "file";
+  const testing::SystemCalls calls([](const testing::SystemCall& call) -> std::optional<long> {
+    if (call.name == "open" && (call.argument & O_DIRECT) != 0) return -EINVAL;
+    return {};
+  });
+  SequentialFile file(path, text.size());
+  std::uint64_t announced = 0;
+  file.before_each_move([&](std::uint64_t count) {
+    if (announced == text.size()) {
+      EXPECT_LT(pages_in_memory(path, text.size()), text.size() / 4096 / 2);
+    }
+    announced += count;
+  });
+  file.write(std::as_bytes(std::span(text)));
+  file.finish();
+  EXPECT_EQ(announced, 2 * text.size());
 }
 
 TEST(SequentialFile, OtherBytesOnTheDriveAreNoticed) {
