@@ -108,6 +108,7 @@ TEST_F(Data, FoldersAreWalkedInOrderAndNotLeft) {
   write_file(root / "a" / "z.md", "ZZZZZZZ");
   write_file(root / "c.txt", "CCCCCCC");
   write_file(root / "d.jpg", "DDDDDDD");
+  write_file(root / "d.tfd", "DDDDDDD");  // prepared rows are named by themselves
   write_file(root / ".git" / "e.txt", "EEEEEEE");
   write_file(dir_.path() / "linked.txt", "LLLLLLL");
   fs::create_symlink("../linked.txt", root / "f.txt");
