@@ -276,6 +276,15 @@ TEST_F(Mix, WeightsAreSharesAndNothingComesTwiceBeforeAllCame) {
   EXPECT_EQ(summaries[1].sequences, 90);
 }
 
+TEST_F(Mix, ASmallWeightIsNotNone) {
+  options_.weights = {10'000, 1, 1};
+  const Dataset data = prepare("none");
+  EXPECT_DOUBLE_EQ(data.summaries()[1].share, 1.0 / 1002);
+  std::vector<int> block(3);
+  for (std::int64_t i = 0; i < 1002; ++i) ++block[static_cast<std::size_t>(sequence(data, i).ids[0] / 100)];
+  EXPECT_EQ(block, (std::vector<int>{1000, 1, 1}));
+}
+
 TEST_F(Mix, SeedAndWeightsDecide) {
   const auto order = [&](const Dataset& data) {
     Ids ids;
