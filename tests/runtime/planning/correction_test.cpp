@@ -197,7 +197,8 @@ class Corrections : public ::testing::Test {
                               .checksum = 5e9,
                               .cores = 2,
                               .threads = 2};
-    for (const char* name : {"fp32-master+adam8", "fp32-master+adam32"}) profile_.machine.update[name] = 3e8;
+    for (const char* name : {"fp32-master+adam8", "fp32-master+adam32"})
+      profile_.machine.update[name] = profile_.machine.device_update[name] = 3e8;
     plan_ = plan_session(spec_, options_, profile_.model.needs(spec_));
   }
   double step(const Profile& profile) const { return predict(plan_, rates_of(spec_, profile)).step_seconds; }
@@ -265,6 +266,15 @@ TEST_F(Corrections, MakeTheProfileThatOfTheRun) {
   now = corrected();
   EXPECT_NEAR(step(now), step(truth), 0.05 * step(truth));
   EXPECT_LT(now.machine.update.at("fp32-master+adam8"), 0.1 * profile_.machine.update.at("fp32-master+adam8"));
+  // One lane's updates are those of the device too, and its copies from there those that round on the way.
+  EXPECT_LT(now.machine.device_update.at("fp32-master+adam8"),
+            0.1 * profile_.machine.device_update.at("fp32-master+adam8"));
+  truth = profile_;
+  truth.machine.rates.download /= 100;
+  truth.machine.rates.cast /= 100;
+  now = corrected();
+  EXPECT_LT(now.machine.rates.download, 0.1 * profile_.machine.rates.download);
+  EXPECT_LT(now.machine.rates.cast, 0.1 * profile_.machine.rates.cast);
 }
 
 // What was measured beside other programs gives way to a run of its own; what was measured alone does not give way to a
