@@ -7,6 +7,7 @@
 #include "runtime/checkpoint/result_folder.h"
 #include "support/temp_dir.h"
 #include "tests/runtime/expect.h"
+#include "tests/support/system_calls.h"
 
 namespace tierflow {
 namespace {
@@ -112,6 +113,34 @@ TEST_F(CheckpointFolders, TheLastOnesAreKept) {
   EXPECT_EQ(names().size(), 4u);
   checkpoints_.keep_last(1, 0);
   EXPECT_EQ(names(), (std::vector<std::string>{"checkpoint-100"}));
+}
+
+// Older ones go when it has its name: after a power cut there would be none.
+TEST_F(CheckpointFolders, TheirNamesSurviveAPowerCut) {
+  fs::create_directory(out_);
+  const testing::SystemCalls calls;
+  checkpoints_.write(7, model("seven"));
+  ASSERT_FALSE(calls.seen().empty());
+  EXPECT_EQ(calls.seen().back().name, "fsync");
+  EXPECT_EQ(calls.seen().back().path, out_.string());
+}
+
+// What a kill leaves of one that is being removed is no model with a file less.
+TEST_F(CheckpointFolders, LoseTheFileThatMakesThemWholeFirst) {
+  for (const char* last : {"config.json", "adapter_config.json"}) {
+    for (const char* name : {last, "model.safetensors", "tokenizer.json", "vocab.json", "merges.txt", "tekken.json",
+                             "added_tokens.json", "generation_config.json", "special_tokens_map.json"})
+      write_file(out_ / "checkpoint-7" / name, "{}");
+    std::vector<std::string> gone;
+    const testing::SystemCalls calls([&](const testing::SystemCall& call) -> std::optional<long> {
+      if (call.name == "unlink" && fs::exists(call.path)) gone.push_back(fs::path(call.path).filename());
+      return {};
+    });
+    checkpoints_.remove(7);
+    ASSERT_EQ(gone.size(), 9U);
+    EXPECT_EQ(gone.front(), last);
+    EXPECT_TRUE(fs::is_empty(out_));
+  }
 }
 
 // A folder that cannot be read is not one without checkpoints.
