@@ -69,6 +69,7 @@ TEST_F(DiscardTest, WhoOnlyReadsDoesNotCountWhereThatIsAskedFor) {
   options.read_only = true;
   Result<std::unique_ptr<Volume>> reader = Volume::open(options);
   ASSERT_TRUE(reader.ok());
+  EXPECT_TRUE(part(folder("a")).has_value());
   EXPECT_FALSE(discard(options));
   EXPECT_FALSE(std::filesystem::exists(folder("a") / "state.tfv"));
 }
