@@ -207,7 +207,8 @@ int __wrap_statx(int descriptor, const char* path, int flags, unsigned mask, str
   const int status = __real_statx(descriptor, path, flags, mask, info);
   if (answer) {
     info->stx_mask |= STATX_DIOALIGN;
-    info->stx_dio_offset_align = info->stx_dio_mem_align = static_cast<std::uint32_t>(*answer);
+    info->stx_dio_offset_align = static_cast<std::uint32_t>(*answer);
+    info->stx_dio_mem_align = std::min(info->stx_dio_offset_align, 512U);  // less than in the file, as of real drives
   }
   return status;
 }
