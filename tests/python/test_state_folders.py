@@ -247,6 +247,10 @@ def test_without_room_for_the_copy_the_chunks_stay_where_that_can_be(work, wide)
     refused = train(work, "a", env=full)  # for which they are too large
     assert refused.returncode == 5 and "No space left" in the_error(refused.stderr)
     run(work, "verify", "a")
+    refused = train(work, "a", env={**full, "TIERFLOW_FAIL_NTH": "3"})  # its commit
+    assert refused.returncode == 5 and "No space left" in the_error(refused.stderr), refused.stderr
+    assert not (work / "a" / "state.tfv-moving.tfv").exists()  # a copy that is not whole gives its room back
+    run(work, "verify", "a")
 
 
 def test_room_that_becomes_free_a_little_later_is_waited_for(work, wide):
