@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 import signal
+import struct
 import subprocess
 
 import pytest
@@ -116,6 +117,23 @@ def test_what_cannot_be_moved_is_said_and_stays(work):
     said = the_error(train(work, "a").stderr)
     assert "is part of a state over 2 folders of an earlier run" in said and "name all of them" in said and "--fresh" not in said
     run(work, "verify", "a,b")
+
+
+def newest_manifest(state):
+    """Where it begins in the file."""
+    data = state.read_bytes()
+    blocks = [struct.unpack("<8s7Q", data[at : at + 64]) for at in (1 << 20, 2 << 20)]
+    return (1 << 20) + max(blocks, key=lambda block: block[3])[4]  # the generation; where its manifest is
+
+
+def test_a_state_whose_newest_generation_cannot_be_read_is_not_moved(work):
+    """The drive may be back tomorrow. What would be moved is the generation before, and the newest be removed."""
+    killed_at(work, "flush:a/state.tfv", "a", nth=10)  # behind a superblock: the generation before it is whole too
+    state = work / "a" / "state.tfv"
+    before = state.read_bytes()
+    refused = train(work, "a", "b", env={**SHIM, "TIERFLOW_UNREADABLE": f"a/state.tfv:{newest_manifest(state)}"})
+    assert refused.returncode == 5 and "a/state.tfv" in the_error(refused.stderr), refused.stderr
+    assert state.read_bytes() == before and is_empty(work / "b")
 
 
 def test_a_folder_too_many_is_said_and_the_state_stays(work):

@@ -3,13 +3,15 @@
 // "unlink PATH". A call that $TIERFLOW_FAIL
 // names as OPERATION:END_OF_PATH:ERRNO fails with that error: each such call, or the one whose number
 // $TIERFLOW_FAIL_NTH is. With `kill` as ERRNO the process kills itself there, before the call; with `stop` it stops
-// there until it is sent SIGCONT. A "read" (pread) is never recorded; it fails from that number on. With
-// OPERATION:END_OF_PATH:FILE in $TIERFLOW_LOSE such a call empties FILE first. The process kills itself, as by `kill
-// -9`, at the call whose number $TIERFLOW_KILL_AT is: before it, or in the middle of it where it is a write with an odd
-// number. Counted are calls that change files or folders, those of a drive's engine included; what io_uring gives to
-// the kernel at once counts as one, and an odd number leaves it in flight. Their number is written to
-// $TIERFLOW_CALL_COUNT at the end. Each takes $TIERFLOW_CALL_DELAY_MS longer, but for those of io_uring. With
-// $TIERFLOW_CLOCK_JUMPS the wall clock is ten years late and ten years early in turn.
+// there until it is sent SIGCONT. A "read" (pread) is never recorded; it fails from that number on. Of
+// a file whose path ends with the first part of $TIERFLOW_UNREADABLE, END_OF_PATH:OFFSET, what holds that byte cannot
+// be read (EIO), and engines have no ring and no context, so that they read by pread. With OPERATION:END_OF_PATH:FILE
+// in $TIERFLOW_LOSE such a call empties FILE first. The process kills itself, as by `kill -9`, at the call whose number
+// $TIERFLOW_KILL_AT is: before it, or in the middle of it where it is a write with an odd number. Counted are calls
+// that change files or folders, those of a drive's engine included; what io_uring gives to the kernel at once counts as
+// one, and an odd number leaves it in flight. Their number is written to $TIERFLOW_CALL_COUNT at the end. Each takes
+// $TIERFLOW_CALL_DELAY_MS longer, but for those of io_uring. With $TIERFLOW_CLOCK_JUMPS the wall clock is ten years
+// late and ten years early in turn.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <liburing.h>
@@ -131,6 +133,13 @@ Function ring_call(const char* name) {
                                                      : dlsym(dlopen("liburing.so.2", RTLD_LAZY | RTLD_NOLOAD), name));
 }
 
+bool is_unreadable(const std::string& path, size_t count, off_t offset) {
+  static const char* const wanted = getenv("TIERFLOW_UNREADABLE");
+  if (wanted == nullptr || !matches("read:" + std::string(wanted), "read", path)) return false;
+  const long long byte = atoll(strrchr(wanted, ':') + 1);
+  return offset <= byte && byte < offset + static_cast<long long>(count);
+}
+
 void enters(io_uring* ring) {
   if (io_uring_sq_ready(ring) != 0)
     count_and_die([&] { ring_call<decltype(&io_uring_submit)>("io_uring_submit")(ring); });
@@ -139,6 +148,14 @@ void enters(io_uring* ring) {
 }  // namespace
 
 extern "C" {
+int io_uring_queue_init_params(unsigned entries, io_uring* ring, io_uring_params* params) {
+  if (getenv("TIERFLOW_UNREADABLE") != nullptr) return -EPERM;
+  return ring_call<decltype(&io_uring_queue_init_params)>("io_uring_queue_init_params")(entries, ring, params);
+}
+int io_setup(int events, void* context) {
+  if (getenv("TIERFLOW_UNREADABLE") != nullptr) return -EPERM;
+  return next<int (*)(int, void*)>("io_setup")(events, context);
+}
 int io_uring_submit_and_wait(io_uring* ring, unsigned results) {
   enters(ring);
   return ring_call<decltype(&io_uring_submit_and_wait)>("io_uring_submit_and_wait")(ring, results);
@@ -176,6 +193,10 @@ time_t time(time_t* where) noexcept {
 ssize_t pread(int descriptor, void* bytes, size_t count, off_t offset) {
   static const char* const wanted = getenv("TIERFLOW_FAIL");
   static std::atomic<int> reads = 0;
+  if (is_unreadable(path_of(descriptor), count, offset)) {
+    errno = EIO;
+    return -1;
+  }
   if (wanted != nullptr && matches(wanted, "read", path_of(descriptor))) {
     const char* nth = getenv("TIERFLOW_FAIL_NTH");
     if (nth == nullptr || ++reads >= atoi(nth)) {
