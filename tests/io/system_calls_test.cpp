@@ -92,6 +92,18 @@ TEST_F(SystemCallsTest, ANewVolumeIsFlushedWithTheFoldersThatLeadToIt) {
   EXPECT_LT(last(seen, "fsync", ""), first("fdatasync", ""));    // the probe's: all of this comes before it
 }
 
+// Where a file system reserves nothing, the numbers alone tell that the drive would be full one day.
+TEST_F(SystemCallsTest, FoldersOfOneDriveNeedTheirSpaceTogether) {
+  VolumeOptions wanted = options();
+  wanted.folders = {folder_.path() / "a", folder_.path() / "b"};
+  wanted.bytes = std::filesystem::space(folder_.path()).available / 5 * 6;
+  const SystemCalls calls(failing("fallocate", EOPNOTSUPP));
+  const Result<std::unique_ptr<Volume>> refused = Volume::create(wanted);
+  ASSERT_FALSE(refused.ok());
+  EXPECT_EQ(refused.error().error_number, ENOSPC);
+  EXPECT_THAT(refused.error().message(), HasSubstr("bytes needed"));
+}
+
 TEST_F(SystemCallsTest, RemovingFilesIsFlushedToo) {
   auto volume = create(options());
   SystemCalls calls;
