@@ -119,6 +119,17 @@ def test_what_cannot_be_moved_is_said_and_stays(work):
     run(work, "verify", "a,b")
 
 
+def test_an_old_note_does_not_cost_another_run_its_state(work):
+    """The end of a move was interrupted, and a folder that the note names has the state of another run by now."""
+    killed_at(work, "flush:a/state.tfv", "a", "b", nth=9)
+    killed_at(work, "rename:b/state.tfv.owner.partial", "b")
+    assert is_empty(work / "a")
+    killed_at(work, "flush:a/state.tfv", "a", nth=9)
+    done = train(work, "b")
+    assert done.returncode == 0 and "the end of that was interrupted" in done.stderr, done.stderr
+    run(work, "verify", "a")
+
+
 def newest_manifest(state):
     """Where it begins in the file."""
     data = state.read_bytes()
