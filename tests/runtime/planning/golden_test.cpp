@@ -7,9 +7,11 @@
 #include <fstream>
 #include <map>
 
+#include "io/volume.h"
 #include "runtime/planning/left_store.h"
 #include "runtime/planning/reference_file.h"
 #include "tests/runtime/expect.h"
+#include "tests/support/system_calls.h"
 #include "tests/support/temp_dir.h"
 
 namespace tierflow::testing {
@@ -73,6 +75,56 @@ TEST_F(FilesBesideAState, AreOfTheirUserAlone) {
   for (const TempDir* folder : {&written_, &folder_})
     EXPECT_EQ(std::filesystem::status(folder->path() / "state.tfv.beside.A").permissions(),
               std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
+}
+
+// The commit that names it comes next.
+TEST_F(FilesBesideAState, HaveADurableName) {
+  const SystemCalls calls;
+  keep_beside({written_.path()}, 4, "what a client keeps");
+  EXPECT_EQ(calls.seen().back().name, "fsync");
+  EXPECT_EQ(calls.seen().back().path, written_.path().string());
+}
+
+TEST_F(FilesBesideAState, StandOnceThoughTheFoldersChangeTheirOrder) {
+  keep_beside({written_.path(), folder_.path()}, 4, "what a client keeps");
+  const std::string checksum = keep_beside({folder_.path(), written_.path()}, 4, "what it keeps now");
+  EXPECT_TRUE(std::filesystem::is_empty(written_.path()));
+  EXPECT_EQ(read_beside({written_.path(), folder_.path()}, 4, checksum), "what it keeps now");
+}
+
+TEST_F(FilesBesideAState, GoWithIt) {
+  const Folders storage{written_.path(), folder_.path()};
+  const auto filled = [&] {
+    leave_note(storage, true);
+    for (const std::uint64_t generation : {4, 5}) keep_beside(storage, generation, "what a client keeps");
+    for (const std::filesystem::path& folder : storage) {
+      write_reference(folder / "state.tfv.reference", kIdentity, kReference);
+      for (const char* killed : {"state.tfv.beside.A.partial", "state.tfv.beside.B.partial"})
+        write_file(folder / killed, "");
+    }
+  };
+  filled();
+  // A run that was killed while it moved the state.
+  ASSERT_TRUE(io::Volume::create({.folders = storage,
+                                  .name = kMovingStore,
+                                  .bytes = 4096,
+                                  .allow_buffered = true,
+                                  .allow_any_filesystem = true})
+                  .ok());
+  discard_store(storage);
+  for (const std::filesystem::path& folder : storage) EXPECT_TRUE(std::filesystem::is_empty(folder)) << folder;
+}
+
+TEST_F(FilesBesideAState, AReferenceThatIsCutOrOfOthersIsRefused) {
+  const std::filesystem::path path = golden("state.tfv.reference");
+  for (const std::int64_t sequences : {2, 4})
+    expect_refusal(io::ErrorKind::corruption, {"is of another run"},
+                   [&] { read_reference(path, kIdentity, sequences); });
+  for (std::uintmax_t bytes = std::filesystem::file_size(path); bytes-- > 0;) {
+    std::filesystem::resize_file(path, bytes);
+    expect_refusal(io::ErrorKind::corruption, {"state.tfv.reference", "is damaged"},
+                   [&] { read_reference(path, kIdentity, 3); });
+  }
 }
 
 TEST_F(FilesBesideAState, Open) {
