@@ -457,6 +457,11 @@ TEST(ResumedLayers, GoOnAndAreNotTakenForOthers) {
   Session(model(4), options).commit();
   options.resume = can_resume(options);
   EXPECT_TRUE(options.resume);
+  SessionOptions another = options;
+  another.run = "another";
+  another.storage.push_back(folder.path / "more");
+  expect_refusal(io::ErrorKind::usage, {"another run's"}, [&] { can_resume(another); });
+  EXPECT_FALSE(std::filesystem::exists(folder.path / "more"));  // nor is it moved there
   expect_refusal(io::ErrorKind::usage, {"its model is not"}, [&] { Session(model(5), options); });
   Session(model(4), options).discard();
   options.resume = can_resume(options);
