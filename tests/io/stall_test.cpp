@@ -44,9 +44,9 @@ class StallTest : public ::testing::Test {
     while (notices().size() < count && std::chrono::steady_clock::now() < limit)
       if (end.wait_for(std::chrono::milliseconds{1}) == std::future_status::ready) return;
   }
-  static std::future<Completion> read(Volume& volume) {
+  static std::future<Completion> read(Volume& volume, std::uint64_t offset = 0) {
     auto promise = std::make_shared<std::promise<Completion>>();
-    volume.submit(Request{.op = Op::read, .length = kBlock, .buffer = allocate_buffer(kBlock)},
+    volume.submit(Request{.op = Op::read, .offset = offset, .length = kBlock, .buffer = allocate_buffer(kBlock)},
                   [promise](Completion&& completion) { promise->set_value(std::move(completion)); });
     return promise->get_future();
   }
@@ -68,6 +68,28 @@ TEST_F(StallTest, WithoutALimitARequestMayTakeForEverAndIsOnlySpokenOf) {
   EXPECT_FALSE(end.get().error);
   ASSERT_EQ(notices().size(), 1U);
   EXPECT_THAT(notices()[0], ::testing::AllOf(HasSubstr("has not answered"), ::testing::Not(HasSubstr("the run ends"))));
+}
+
+// Somebody takes the drive out that is named.
+TEST_F(StallTest, OfSeveralDrivesTheOneInTroubleIsNamed) {
+  VolumeOptions wanted = options();
+  wanted.folders = {folder_.path() / "a", folder_.path() / "b"};
+  wanted.stall_warning = std::chrono::milliseconds{20};
+  wanted.stall_limit = std::chrono::milliseconds{1000};
+  const auto volume = create(wanted);
+  ASSERT_TRUE(volume);
+  const std::string second = (folder_.path() / "b" / "state.tfv").string();  // it has every other block
+
+  plan_->set({.kind = Fault::Kind::error, .action = Action::read});
+  EXPECT_FALSE(read(*volume, kBlock).get().error);
+  plan_->set({.kind = Fault::Kind::error, .action = Action::read, .sticky = true});
+  EXPECT_EQ(read(*volume, kBlock).get().error.path, second);
+  plan_->set({.kind = Fault::Kind::hold, .action = Action::read});
+  EXPECT_EQ(read(*volume, kBlock).get().error.path, second);
+  plan_->release();
+  EXPECT_THAT(notices(), ::testing::Contains(HasSubstr("when tried again")));
+  EXPECT_THAT(notices(), ::testing::Contains(HasSubstr("has not answered")));
+  EXPECT_THAT(notices(), ::testing::Each(HasSubstr(second)));
 }
 
 TEST_F(StallTest, EachStallIsSpokenOfOnce) {
