@@ -367,6 +367,14 @@ def test_words_in_brackets_are_one_prompt(work):
     assert generated(work, "--prompt", "[INST] hi, you [/INST]", *words) == from_file == generated(work, "--prompt=[INST] hi, you [/INST]", *words)
 
 
+def test_prompts_may_come_from_windows(work):
+    """A byte-order mark, and lines that end in two characters, are no part of a prompt."""
+    saved("llama3", work / "model")
+    words = ["--max-new-tokens", "4", *SMALL]
+    (work / "prompts.txt").write_bytes(b"\xef\xbb\xbfa prompt\r\n\r\n")
+    assert generated(work, "--prompts", "prompts.txt", *words) == generated(work, "--prompt", "a prompt", *words)
+
+
 def test_tools_of_a_row_reach_the_template(chat):
     """In the order of their keys, as in training."""
     (chat / "model" / "chat_template.jinja").write_text("{{ bos_token }}{{ 'good' if (tools | tojson).startswith('[{\"b\"') else 'bad' }}{% for m in messages %}{{ m.content }}{% endfor %}{{ mood }}")
