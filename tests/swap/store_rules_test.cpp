@@ -52,6 +52,16 @@ TEST(StoreRules, AManifestThatIsTooLargeIsNotWritten) {
   ASSERT_OK(write_and_commit(*store, 2));
 }
 
+// A model of one's own may have a long list of units.
+TEST(StoreRules, ALongIdentityHasRoomInTheManifest) {
+  const testing::TempDir folder;
+  StoreOptions options = options_in(folder.path(), 2);
+  options.identity = std::string(2 << 20, 'x');
+  const auto store = create(options);
+  ASSERT_OK(write_and_commit(*store, 1));
+  ASSERT_OK(write_and_commit(*store, 2));
+}
+
 TEST(StoreRules, AStoreThatWasResumedGoesBackToWhereItBegan) {
   const testing::TempDir folder;
   const StoreOptions options = options_in(folder.path(), 2);
