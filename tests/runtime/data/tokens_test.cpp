@@ -1,11 +1,14 @@
 // What a run resumes by: the order of its sequences, the same in every build; and token files of every type and size.
 #include <algorithm>
+#include <csignal>
 #include <cstring>
 #include <numeric>
 
+#include "runtime/base/signals.h"
 #include "runtime/data/data.h"
 #include "runtime/data/data_source.h"
 #include "tests/runtime/expect.h"
+#include "tests/support/child.h"
 #include "tests/support/temp_dir.h"
 
 namespace tierflow::testing {
@@ -34,6 +37,20 @@ class Tokens : public ::testing::Test {
   TempDir dir_;
   DataOptions options_{.cache = dir_.path() / "cache", .vocab_size = 256, .sequence_length = 2, .held_out = 0};
 };
+
+TEST_F(Tokens, WhoStopsTheRunIsHeededWhileItReads) {
+  EXPECT_EQ(in_child([this] {
+              watch_signals();
+              std::raise(SIGTERM);
+              try {
+                prepare("a.txt", "0123456789");
+              } catch (const Stopped& stopped) {
+                return stopped.signal();
+              }
+              return 0;
+            }),
+            SIGTERM);
+}
 
 // Eleven sequences, "a!" to "k!", of which the middle one is held out.
 TEST_F(Tokens, TheOrderOfASeedNeverChanges) {
