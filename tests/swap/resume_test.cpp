@@ -253,7 +253,17 @@ TEST_F(StoreResume, ADriveThatCannotReadIsNoDamage) {
   EXPECT_EQ(unknown.error().kind, io::ErrorKind::io) << unknown.error().message();
   EXPECT_NE(unknown.error().detail.find("the newest generation cannot be read"), std::string::npos);
   EXPECT_TRUE(file == read_file(file_in(folder_)));
-  StoreOptions back = options(kSuperblockA, kSuperblockA + kSector);
+  const auto healed = std::make_shared<std::atomic<bool>>(false);
+  StoreOptions back = options(kSuperblockA, kSuperblockA + kSector, healed);
+  back.volume.on_notice = [&](const io::Notice& notice) {
+    if (notice.text.find("read once more in") != std::string::npos) *healed = true;
+  };
+  {
+    const auto store = resume(back);
+    ASSERT_TRUE(store);
+    EXPECT_TRUE(*healed);
+  }
+  back = options(kSuperblockA, kSuperblockA + kSector);
   back.go_back = true;
   {
     const auto store = resume(back);
