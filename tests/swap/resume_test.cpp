@@ -3,6 +3,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 #include <map>
 
 #include "tests/support/faulty_backend.h"
@@ -276,6 +277,45 @@ TEST_F(StoreResume, ADriveThatCannotReadIsNoDamage) {
   ASSERT_OK(restore(*store, &all));
   expect_all(all, 2);
   EXPECT_EQ(store->generation(), 2U);
+}
+
+// The volume has waited for it to its limit.
+TEST_F(StoreResume, ADriveThatDoesNotAnswerIsNotWaitedForAgain) {
+  commit_up_to(3);
+  const std::uint64_t newest = places_of(folder_, ExtentKind::state, 1, 3).front() - BadSectors::kDataArea;
+  StoreOptions silent = options_in(folder_.path(), 2, with_bad_sectors(newest, newest + kSector, {}, ETIMEDOUT));
+  silent.read_retry_delay = std::chrono::milliseconds(5);
+  std::vector<std::string> said;
+  silent.volume.on_notice = [&](const io::Notice& notice) { said.push_back(notice.text); };
+  EXPECT_EQ(restore(*resume(silent)).error_number, ETIMEDOUT);
+  EXPECT_TRUE(said.empty()) << said.front();
+}
+
+// Where the newest superblock is damaged.
+TEST_F(StoreResume, AGenerationThatIsPassedOverIsSpokenOf) {
+  commit_up_to(3);
+  const std::uint64_t before = places_of(folder_, ExtentKind::state, 1, 2).front() - BadSectors::kDataArea;
+  {
+    std::fstream file(file_in(folder_), std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(static_cast<std::streamoff>(BadSectors::kDataArea + kSuperblockB));
+    file << "damaged";
+  }
+  // A drive that fails is no damage of the other one.
+  StoreOptions failing = options_in(folder_.path(), 2, with_bad_sectors(before, before + kSector));
+  failing.read_retry_delay = std::chrono::milliseconds(5);
+  const auto unread = Store::open(failing, layout());
+  ASSERT_FALSE(unread.ok());
+  EXPECT_EQ(unread.error().kind, io::ErrorKind::io);
+  EXPECT_NE(unread.error().detail.find("generation 2 cannot be read, and may be whole"), std::string::npos)
+      << unread.error().detail;
+  std::vector<std::string> said;
+  options_.volume.on_notice = [&](const io::Notice& notice) { said.push_back(notice.text); };
+  const auto store = resume(options_);
+  ASSERT_OK(restore(*store));
+  EXPECT_EQ(store->generation(), 2U);
+  ASSERT_FALSE(said.empty());
+  for (const char* part : {"goes on from generation 2", "superblock B is damaged"})
+    EXPECT_NE(said.back().find(part), std::string::npos) << said.back();
 }
 
 TEST_F(StoreResume, AGenerationWithoutExtentsIsNotWhole) {

@@ -72,25 +72,29 @@ inline void fill(std::span<std::byte> bytes, ExtentKind kind, int index, int val
 class BadSectors final : public testing::ForwardingBackend {
  public:
   using Healed = std::shared_ptr<std::atomic<bool>>;
-  BadSectors(std::unique_ptr<io::Backend> inner, std::uint64_t begin, std::uint64_t end, Healed healed = {})
+  BadSectors(std::unique_ptr<io::Backend> inner, std::uint64_t begin, std::uint64_t end, Healed healed = {},
+             int error_number = EIO)
       : ForwardingBackend(std::move(inner)),
         begin_(begin + kDataArea),
         end_(end + kDataArea),
-        healed_(std::move(healed)) {}
+        healed_(std::move(healed)),
+        error_number_(error_number) {}
   bool push(const io::KernelOp& op) override {
     const bool bad = op.action == io::Action::read && op.offset < end_ && op.offset + op.length > begin_;
-    return bad && !(healed_ && *healed_) ? answer(op, -EIO) : ForwardingBackend::push(op);
+    return bad && !(healed_ && *healed_) ? answer(op, -error_number_) : ForwardingBackend::push(op);
   }
   static constexpr std::uint64_t kDataArea = 1 << 20;  // where the volume begins in its file
 
  private:
   const std::uint64_t begin_, end_;
   const Healed healed_;
+  const int error_number_;
 };
 // As VolumeOptions::wrap_backend.
-inline auto with_bad_sectors(std::uint64_t begin, std::uint64_t end, BadSectors::Healed healed = {}) {
+inline auto with_bad_sectors(std::uint64_t begin, std::uint64_t end, BadSectors::Healed healed = {},
+                             int error_number = EIO) {
   return [=](std::unique_ptr<io::Backend> inner) -> std::unique_ptr<io::Backend> {
-    return std::make_unique<BadSectors>(std::move(inner), begin, end, healed);
+    return std::make_unique<BadSectors>(std::move(inner), begin, end, healed, error_number);
   };
 }
 
