@@ -93,6 +93,25 @@ TEST(Arrange, ARunWhoseUpdatesDoNotWaitTakesTwoMoreBuffersWhereTheyFit) {
   }
 }
 
+// Whoever gives what is asked for is not refused once more.
+TEST(Arrange, TheSmallestHostBudgetThatIsToldCountsWhatIsSetAside) {
+  for (const bool storage : {false, true}) {
+    ArrangeRequest request;
+    request.device_budget = 64 * kMiB;
+    request.storage = storage;
+    request.host_workspace = 3 * kMiB;
+    const io::Result<Arrangement> refused = arrange(five_units(), request);
+    ASSERT_FALSE(refused.ok());
+    const std::string& told = refused.error().detail;
+    const std::string before = "the smallest that works is ";
+    ASSERT_NE(told.find(before), std::string::npos) << told;
+    request.host_budget = std::stoull(told.substr(told.find(before) + before.size())) * 1024;
+    EXPECT_TRUE(arrange(five_units(), request).ok()) << told;
+    request.host_budget -= 1024;
+    EXPECT_FALSE(arrange(five_units(), request).ok()) << told;
+  }
+}
+
 TEST(Arrange, WithStorageTheFewestBuffersAreEnough) {
   const auto smallest = [](ArrangeRequest request, std::uint64_t kibi, int words, int states) {
     request.device_budget = 64 * kMiB;
