@@ -388,7 +388,7 @@ TEST_P(FaultTest, WhatWaitsBehindAStuckRequestFailsWithItAndGivesItsMemoryBack) 
       {
         VolumeOptions wanted = options();
         wanted.depth = 3;
-        wanted.stall_limit = std::chrono::milliseconds{200};
+        wanted.stall_limit = std::chrono::milliseconds{500};
         auto volume = create(wanted);
         plan_->set({.kind = Fault::Kind::hold, .action = Action::write, .sticky = true});
         std::vector<std::promise<Completion>> ends(4);  // the first two take up the depth
