@@ -103,7 +103,7 @@ def test_a_rehearsal_runs_every_step_or_says_that_it_needs_a_gpu(rehearsed, else
     skipped = {name for name, entry in entries.items() if entry["status"] == "skipped: no GPU"}
     assert all(entry["status"] == "ok" and entry["rc"] == 0 and entry["seconds"] > 0 for name, entry in entries.items() if name not in skipped)
     tools = {f"{tool}.{name}" for tool in ("memcheck", "racecheck", "synccheck") for name in ("device_test", "optim_gpu_test")}
-    assert skipped == {1: {"optimizer_kernels", "streamed_is_resident"} | tools, 2: {"copies", "overlap"}, 3: set()}[part]
+    assert skipped == {1: {"optimizer_kernels", "model_kernels", "streamed_is_resident", "models_on_gpu"} | tools, 2: {"copies", "overlap"}, 3: set()}[part]
     assert said.splitlines()[0].endswith(f" in {elsewhere / 'torch'}")
     table = (folder / "out" / f"part{part}.txt").read_text()
     assert [line.split()[0] for line in table.splitlines()] == ["step", *entries]
@@ -174,6 +174,38 @@ def test_a_step_that_hangs_is_ended_and_the_part_goes_on(changed, tmp_path):
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "process").read_text()), 0)
     assert not (tmp_path / "kit-work/left").exists()
+
+
+@pytest.mark.parametrize("end, status", [("exec sleep 100", "timeout after 3 s"), ("kill -SEGV $$", "failed: exit code -11")])
+def test_tests_that_were_over_before_their_program_was_ended_are_recorded(changed, tmp_path, end, status):
+    """Also that one failed, and which one was running. The list at the end of a run is no further test."""
+    passes = ["echo '[ RUN      ] Suite.First'", "echo 'no line end[       OK ] Suite.First (3 ms)'", "echo '[ RUN      ] All/Suite.Second/cuda'"]
+    failure = "echo '[  FAILED  ] All/Suite.Second/cuda, where GetParam() = \"cuda\" (3 ms)'"
+    program(changed / "bin/device_test", 'case "$*" in *brief*) ;; *)', *passes, ";; esac", failure, failure, "echo '[ RUN      ] Suite.Third'", end)
+    session(changed, tmp_path, "--rehearse", 1, "--only", "device_contract", "--step-seconds", 3)
+    entry = records(tmp_path, 1)["device_contract"]
+    assert entry["status"] == status and entry["measured"] == [{"tests": 2, "failed": 1, "skipped": 0, "ended_in": "Suite.Third"}]
+
+
+def test_what_a_card_is_asked_first_and_that_nothing_is_left_out(scripts, tmp_path):
+    """Each test that needs a card is in one step, in an order of what it says about the others."""
+    import parts
+
+    def listed(*words):
+        said = subprocess.run([BUILD / "gpu_test", "--gtest_list_tests", *words], capture_output=True, text=True, check=True).stdout
+        suite, found = "", []
+        for line in said.splitlines()[1:]:
+            name = line.split()[0]
+            suite, found = (suite, [*found, suite + name]) if line.startswith(" ") else (name, found)
+        return found
+
+    if not (BUILD / "gpu_test").exists():
+        pytest.skip("gpu_test is not built")
+    for part in (0, 1):
+        steps = [step for step in parts.steps(part, parts.Place(tmp_path, tmp_path, tmp_path, "python3", False)) if step.command[0] == tmp_path / "bin/gpu_test"]
+        found = [listed(*step.command[1:]) for step in steps]
+        assert sorted(sum(found, [])) == sorted(name for name in listed() if not name.endswith("/cpu"))
+        assert [any(name in test for test in tests) for tests, name in zip(found, ("RowKernels", "StreamedIsResident", "ComputesWhat"))] == [True] * 3
 
 
 def test_libraries_are_the_kits_then_torchs_then_the_machines(changed, tmp_path):

@@ -59,16 +59,25 @@ def inventory(at, seconds):
 
 
 def device_contract(at, seconds):
-    return Step("device_contract", seconds, at.program("device_test", "--gtest_brief=1"), gtest=True)
+    return Step("device_contract", seconds, at.program("device_test"), gtest=True)
 
 
 def optimizer_kernels(at, seconds):
     # The test that a build without CUDA says so skips itself in one with CUDA.
-    return Step("optimizer_kernels", seconds, at.program("optim_gpu_test", "--gtest_brief=1", "--gtest_filter=-DeviceUpdateBuild.*"), gpu=True, gtest=True)
+    return Step("optimizer_kernels", seconds, at.program("optim_gpu_test", "--gtest_filter=-DeviceUpdateBuild.*"), gpu=True, gtest=True)
 
 
-def streamed_is_resident(at, seconds):
-    return Step("streamed_is_resident", seconds, at.program("gpu_test", "--gtest_brief=1"), gpu=True, gtest=True)
+# What gpu_test has, without what it also computes on the CPU, in the order in which it is worth knowing: a program runs its tests in an order
+# of its own, and a card may be gone, or the time be over, before the last one.
+ON_GPU = {
+    "model_kernels": "*RowKernelsOnGpu.*:DenseWeightsOnGpu.*:*AttentionOn.*/cuda:ProductsOnGpu.*",
+    "streamed_is_resident": "*OnGpu.StreamedIsResident/*:*OnGpu.UpdatesHaveTheBitsOfTheHost/*",
+    "models_on_gpu": "*OnGpu.ComputesWhatTheCpuDoes/*:OneGpu.*:*Devices.*/cuda",
+}
+
+
+def on_gpu(at, name, seconds):
+    return Step(name, seconds, at.program("gpu_test", f"--gtest_filter={ON_GPU[name]}"), gpu=True, gtest=True)
 
 
 def correctness(at):
@@ -79,13 +88,15 @@ def correctness(at):
         inventory(at, 40),
         device_contract(at, 40),
         optimizer_kernels(at, 60),
-        streamed_is_resident(at, 170),
+        on_gpu(at, "model_kernels", 40),
+        on_gpu(at, "streamed_is_resident", 80),
+        on_gpu(at, "models_on_gpu", 50),
         Step("drive", 30, at.program("tierflow", "bench", "storage", *bench)),
     ]
     tool = sanitizer()
     for check, seconds in (("memcheck", 45), ("racecheck", 25), ("synccheck", 20)):
         for name, tests in (("device_test", "*cuda*"), ("optim_gpu_test", "*OnGpu*adamw_block8*split:SumsOnGpu*")):
-            command = [tool or "compute-sanitizer", "--tool", check, "--error-exitcode", 1, *at.program(name, f"--gtest_filter={tests}", "--gtest_brief=1")]
+            command = [tool or "compute-sanitizer", "--tool", check, "--error-exitcode", 1, *at.program(name, f"--gtest_filter={tests}")]
             steps.append(Step(f"{check}.{name}", seconds, command, gpu=True, gtest=True, absent="" if tool else "compute-sanitizer is not installed"))
     return steps
 
@@ -153,10 +164,12 @@ def short(at):
         inventory(at, 20),
         device_contract(at, 20),
         optimizer_kernels(at, 35),
+        on_gpu(at, "model_kernels", 25),
         touch(at, 64, 30),
         streamed(at, "streamed_8b_8192", "8b", 8192, 125, 3, "most", device="40GiB", kernels=True),
         resident(at, "resident_8b_8192", "8b", 8192, 55, 2),
-        streamed_is_resident(at, 110),
+        on_gpu(at, "streamed_is_resident", 60),
+        on_gpu(at, "models_on_gpu", 25),
     ]
 
 

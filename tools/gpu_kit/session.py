@@ -124,6 +124,29 @@ def gtest_counts(path):
     return {"tests": len(ran), "failed": sum("failures" in test for test in ran), "skipped": sum(test.get("result") == "SKIPPED" for test in ran)}
 
 
+class TestsSeen:
+    """What the lines of a GoogleTest program say of its tests: all there is when it does not end by itself, because it writes its report last."""
+
+    def __init__(self):
+        self.ran, self.running = {"OK": 0, "FAILED": 0, "SKIPPED": 0}, None
+
+    def read(self, line):
+        found = re.search(r"\[ +(RUN|OK|FAILED|SKIPPED) +\] (\S+)", line)
+        if not found:
+            return
+        if found[1] == "RUN":
+            self.running = found[2]
+        elif self.running:  # else a list at the end
+            self.ran[found[1]] += 1
+            self.running = None
+
+    def counts(self):
+        """As those of a report, and the test that was under way; None where no test has begun."""
+        if not self.running and not any(self.ran.values()):
+            return None
+        return {"tests": sum(self.ran.values()), "failed": self.ran["FAILED"], "skipped": self.ran["SKIPPED"], "ended_in": self.running}
+
+
 class Interrupted(Exception):
     pass
 
@@ -161,10 +184,11 @@ class Session:
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 continue
 
-    def read_lines(self, name, measured):
+    def read_lines(self, name, measured, tests):
         for raw in self.child.stdout:
             text = raw.decode(errors="replace").rstrip("\n")
             self.say(f"{name}| {text}")
+            tests.read(text)
             if text.startswith("{"):
                 try:
                     measured.append(json.loads(text))
@@ -184,9 +208,9 @@ class Session:
         report = self.work / f"{step.name}.gtest.json"
         report.unlink(missing_ok=True)
         self.say(f"{step.name}: {' '.join(map(str, step.command))}")
-        begin, measured, status, self.child = time.monotonic(), [], "", None
+        begin, measured, tests, status, self.child = time.monotonic(), [], TestsSeen(), "", None
         env = {**self.env, **({"GTEST_OUTPUT": f"json:{report}"} if step.gtest else {})}
-        reader = threading.Thread(target=self.read_lines, args=(step.name, measured), daemon=True)
+        reader = threading.Thread(target=self.read_lines, args=(step.name, measured, tests), daemon=True)
         try:
             self.child = subprocess.Popen([*map(str, step.command)], cwd=self.work, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                           start_new_session=True)
@@ -203,12 +227,13 @@ class Session:
                 self.stop_child()
             if reader.ident:
                 reader.join(2)
+            measured += [counts] if step.gtest and (counts := tests.counts()) else []
             self.record(step.name, "interrupted", time.monotonic() - begin, self.child.returncode if self.child else None, measured)
             raise
         reader.join(5)
         counts = gtest_counts(report) if step.gtest else None
-        if counts:
-            measured.append(counts)
+        if step.gtest and (known := counts or tests.counts()):
+            measured.append(known)
         if not status:
             status = "ok" if rc == 0 else f"failed: exit code {rc}"
             if rc == 0 and step.gtest and self.gpu and (counts is None or counts["skipped"] or not counts["tests"]):
