@@ -394,6 +394,31 @@ def test_a_card_that_the_kernels_are_not_for_is_refused(changed, tmp_path, card,
         assert f"this card has {card}: make gpu-kit GPU_ARCH={card.replace('.', '')}" in one_line(error)
 
 
+@pytest.mark.parametrize("free, budget, resident", [("24564", "19GiB", False), ("143000", "40GiB", True), ("[N/A]", "40GiB", True)])
+def test_a_smaller_card_has_smaller_budgets_and_no_resident_run(changed, tmp_path, free, budget, resident):
+    program(tmp_path / "nvidia-smi", 'case "$*" in', "-L) echo 'GPU 0: a stand-in';;", f"*compute_cap,memory.free*) echo '9.0, {free}';;", "esac")
+    about(changed, gpu_arch="90-real")
+    program(changed / "bin/tierflow", "exit 3")
+    (changed / "scripts/resident.py").write_text("")
+    for part, model in ((3, "8b_8192"), (2, "1b")):
+        said, _, _ = session(changed, tmp_path, part, "--only", f"streamed_{model},resident", PATH=f"{tmp_path}:{os.environ['PATH']}")
+        status = records(tmp_path, part)[f"resident_{model}"]["status"]
+        assert f"--device-memory {budget if part == 3 else '16GiB'}" in said
+        assert status == "ok" if resident else re.match(r"absent: 24\.0 GiB of the card are free, and a resident run takes more than \d+\.\d GiB", status)
+
+
+@pytest.mark.parametrize("name, millions", [("8b", 8030), ("1b", 1235), ("tiny", 0)])
+def test_parameters_of_the_resident_model(scripts, name, millions):
+    import parts
+    import torch
+    from resident import Llama
+
+    config = json.loads((ROOT / f"tools/gpu_kit/models/llama-{name}.json").read_text())
+    with torch.device("meta"):
+        assert parts.parameters(config) == sum(weight.numel() for weight in Llama(config).parameters())
+    assert parts.parameters(config) // 1_000_000 == millions
+
+
 def test_fewer_layers_where_the_drive_is_slow_or_small(scripts):
     from streamed import layers_that_fit
 

@@ -2,6 +2,7 @@
 time from those behind it."""
 
 import dataclasses
+import json
 import pathlib
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ class Place:
     work: pathlib.Path
     python: str
     rehearse: bool
+    card: int | None = None  # bytes of the card's memory that are free, where known
 
     def script(self, name, *words):
         return [self.python, self.kit / "scripts" / name, *words]
@@ -32,7 +34,7 @@ class Step:
     command: list
     gpu: bool = False  # is not tried without one
     gtest: bool = False  # leaves a report of its tests
-    absent: str = ""  # which tool this machine lacks
+    absent: str = ""  # what this machine lacks for it
 
 
 def sanitizer():
@@ -111,6 +113,24 @@ def run(at, model, length):
     return ["--config", at.kit / f"data/llama-{model}.json", "--device", "cpu" if at.rehearse else "cuda", *shape]
 
 
+def at_most(at, gib):
+    """A budget of the card's memory: so much, or four fifths of what a smaller card has free, in whole GiB."""
+    return f"{gib if at.card is None else min(gib, at.card * 4 // 5 >> 30)}GiB"
+
+
+def parameters(config):
+    """Of resident.py's model."""
+    hidden, kv = config["hidden_size"], config["hidden_size"] // config["num_attention_heads"] * config["num_key_value_heads"]
+    block = hidden * (2 * hidden + 2 * kv + 3 * config["intermediate_size"] + 2)
+    return config["num_hidden_layers"] * block + hidden + hidden * config["vocab_size"] * (1 if config["tie_word_embeddings"] else 2)
+
+
+def resident_bytes(config, tokens):
+    """What resident.py takes besides activations: weights, gradients and both moments in bf16, and as the backward of `tokens` tokens begins,
+    the logarithms of their probabilities and two gradients of that size in fp32."""
+    return 4 * 2 * parameters(config) + 3 * 4 * tokens * config["vocab_size"]
+
+
 def streamed(at, name, model, length, seconds, steps, host, storage=False, device=None, kernels=False):
     """device: the budget of the card's memory; None: most of what is free, so that state stays there if it fits. kernels: two steps more, of
     which the last one's kernels are logged, where the kit has what logs them."""
@@ -125,7 +145,13 @@ def streamed(at, name, model, length, seconds, steps, host, storage=False, devic
 
 
 def resident(at, name, model, length, seconds, steps):
-    return Step(name, seconds, at.script("resident.py", *run(at, model, length), "--steps", steps))
+    words, absent = run(at, model, length), ""
+    if at.card is not None and not at.rehearse:
+        options = dict(zip(words[::2], words[1::2]))
+        needed = resident_bytes(json.loads(options["--config"].read_text()), length * options["--micro-batch"])
+        if needed > at.card:
+            absent = f"{at.card / (1 << 30):.1f} GiB of the card are free, and a resident run takes more than {needed / (1 << 30):.1f} GiB"
+    return Step(name, seconds, at.script("resident.py", *words, "--steps", steps), absent=absent)
 
 
 def lanes(at):
@@ -142,7 +168,7 @@ def lanes(at):
         lane("weight_gradients", 35),
         lane("attention", 60),
         lane("kernels", 35),
-        streamed(at, "streamed_1b", "1b", 4096, 130, 5, "20GiB", device="16GiB", kernels=True),
+        streamed(at, "streamed_1b", "1b", 4096, 130, 5, "20GiB", device=at_most(at, 16), kernels=True),
         resident(at, "resident_1b", "1b", 4096, 60, 4),
         Step("cpu_update", 40, at.program("tierflow", "bench", "optimizer", "--json", *optimizer)),
     ]
@@ -151,10 +177,10 @@ def lanes(at):
 def large(at):
     return [
         touch(at, 64, 45),
-        streamed(at, "streamed_8b_8192", "8b", 8192, 160, 3, "most", device="40GiB", kernels=True),
+        streamed(at, "streamed_8b_8192", "8b", 8192, 160, 3, "most", device=at_most(at, 40), kernels=True),
         resident(at, "resident_8b_8192", "8b", 8192, 75, 3),
         streamed(at, "whole_card_8b_2048", "8b", 2048, 110, 3, "most"),
-        streamed(at, "streamed_8b_drive", "8b", 8192, 135, 2, "40GiB", storage=True, device="40GiB"),
+        streamed(at, "streamed_8b_drive", "8b", 8192, 135, 2, "40GiB", storage=True, device=at_most(at, 40)),
     ]
 
 
@@ -166,7 +192,7 @@ def short(at):
         optimizer_kernels(at, 35),
         on_gpu(at, "model_kernels", 25),
         touch(at, 64, 30),
-        streamed(at, "streamed_8b_8192", "8b", 8192, 125, 3, "most", device="40GiB", kernels=True),
+        streamed(at, "streamed_8b_8192", "8b", 8192, 125, 3, "most", device=at_most(at, 40), kernels=True),
         resident(at, "resident_8b_8192", "8b", 8192, 55, 2),
         on_gpu(at, "streamed_is_resident", 60),
         on_gpu(at, "models_on_gpu", 25),

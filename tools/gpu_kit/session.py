@@ -77,9 +77,17 @@ def asked_of_card(*words):
     return done.stdout.strip().splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else None
 
 
-def refuse_other_card(architectures):
+def card_is():
+    """The first card's compute capability, as nvidia-smi writes it, and the bytes of its memory that are free, None where it does not say. It is
+    asked once: with some drivers each answer takes seconds."""
+    said = [word.strip() for word in (asked_of_card("--query-gpu=compute_cap,memory.free", "--format=csv,noheader,nounits") or "").split(",")]
+    free = said[1] if len(said) > 1 and said[1].isdigit() else None
+    return said[0], int(free) << 20 if free else None
+
+
+def refuse_other_card(architectures, capability):
     """Ends the session where the kit has no code for this card. `architectures` as CMake has them: 90-real, or 80;90, which newer cards take too."""
-    found = re.fullmatch(r"(\d+)\.(\d)", asked_of_card("--query-gpu=compute_cap", "--format=csv,noheader") or "")
+    found = re.fullmatch(r"(\d+)\.(\d)", capability)
     made_for = [(int(number), kind) for number, kind in re.findall(r"(\d+)(-real)?", architectures)]
     if not found or not made_for:
         return
@@ -273,8 +281,8 @@ def main():
     gpu = not args.rehearse and gpu_is_here()
     if not gpu and not args.rehearse:
         refuse(f"no NVIDIA GPU here (nvidia-smi finds none); ./gpu_session.sh --rehearse {args.part} tries the steps without one")
-    if gpu:
-        refuse_other_card(kit["gpu_arch"])
+    capability, free = card_is() if gpu else ("", None)
+    refuse_other_card(kit["gpu_arch"], capability)
     deadline = began + args.seconds
     out = pathlib.Path(os.environ.get("OUT") or "kit-out").resolve()
     work = pathlib.Path(os.environ.get("STORAGE") or KIT).resolve() / "kit-work"
@@ -284,7 +292,8 @@ def main():
         session = Session(args.part, out, work, environment(kit, torch, work), gpu, deadline, args.step_seconds or args.seconds)
     except OSError as error:
         refuse(f"cannot be written: {error}")
-    steps = [step for step in parts.steps(args.part, parts.Place(KIT, out, work, sys.executable, args.rehearse)) if any(word in step.name for word in args.only.split(","))]
+    place = parts.Place(KIT, out, work, sys.executable, args.rehearse, free)
+    steps = [step for step in parts.steps(args.part, place) if any(word in step.name for word in args.only.split(","))]
     session.say(f"part {args.part}, {'a rehearsal' if args.rehearse else 'on a GPU'}: Tierflow {kit['source']} for architecture {kit['gpu_arch']}, torch {kit['torch_version']} in {torch}")
     signal.signal(signal.SIGTERM, interrupt)
     signal.signal(signal.SIGINT, interrupt)
