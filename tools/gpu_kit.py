@@ -148,7 +148,8 @@ def fill(kit, build, python):
     shutil.copy(ROOT / "LICENSE", kit)
     architecture = cached(build, "CMAKE_CUDA_ARCHITECTURES") or ("as its toolkit chose" if cached(build, "CMAKE_CUDA_COMPILER") else "none: without CUDA")
     about = {"source": version_of_source(), "gpu_arch": architecture, "glibc": glibc_of([*(kit / "bin").iterdir(), *(kit / "lib").glob("*.so*")]),
-             "glibc_of_runtime": glibc_of([*kit.glob("bin/*"), *kit.glob("lib/*.so*"), *kit.glob("lib/runtime/*")]), "torch_version": version["__version__"], "torch_git_version": version["git_version"]}
+             "glibc_of_runtime": glibc_of([*kit.glob("bin/*"), *kit.glob("lib/*.so*"), *kit.glob("lib/runtime/*")]), "torch_version": version["__version__"], "torch_git_version": version["git_version"],
+             "torch_cuda": version["cuda"]}
     (kit / "kit.json").write_text(json.dumps(about, indent=1) + "\n")
 
 

@@ -233,13 +233,20 @@ def test_no_time_left_is_recorded(kit, tmp_path):
     assert records(tmp_path, 1)["device_contract"]["status"] == "skipped: no time left" and code == 0
 
 
-def test_another_torch_is_refused(kit, tmp_path):
+@pytest.mark.parametrize("git, cuda, refused", [("another", "13.0", "of git version another"), (None, "12.8", "for CUDA 12.8;"), (None, None, "for CUDA None;"), (None, "13.9", None)])
+def test_another_torch_is_refused(kit, tmp_path, git, cuda, refused):
+    """None: that of the kit. A wheel for another CUDA has the same git version."""
+    made_with = json.loads((kit / "kit.json").read_text())
+    assert made_with["torch_cuda"].startswith("13.")
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text("")
-    (tmp_path / "torch/version.py").write_text("git_version = 'another'\n")
-    _, error, code = session(kit, tmp_path, "--rehearse", 1, PYTHONPATH=str(tmp_path))
+    (tmp_path / "torch/version.py").write_text(f"git_version = '{git or made_with['torch_git_version']}'\ncuda = {cuda!r}\n")
+    _, error, code = session(kit, tmp_path, "--rehearse", 1, "--only", "nothing", PYTHONPATH=str(tmp_path))
+    if refused is None:
+        assert code == 0, error
+        return
     line = one_line(error)
-    assert code == 4 and "another" in line and json.loads((kit / "kit.json").read_text())["torch_git_version"] in line
+    assert code == 4 and refused in line and made_with["torch_git_version" if git else "torch_version"] in line
     assert not (tmp_path / "out").exists()
 
 

@@ -33,17 +33,22 @@ def package_folders(name):
     return [pathlib.Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
 
 
-def torch_folder(wanted):
-    """The folder of this Python's torch. Ends the session where it is not the build that the kit's binaries were linked with."""
+def torch_folder(kit):
+    """The folder of this Python's torch. Ends the session where it is not the build that the kit's binaries were linked with. One release's
+    wheels have one git version, whichever CUDA they are for."""
     found = package_folders("torch")
     if not found:
         refuse(f"{sys.executable} has no torch: name a Python that has, PYTHON=path")
     try:
-        git = runpy.run_path(str(found[0] / "version.py")).get("git_version")
+        version = runpy.run_path(str(found[0] / "version.py"))
     except OSError as error:
         refuse(f"{found[0]} is no torch that can be read: {error}")
+    git, wanted = version.get("git_version"), kit["torch_git_version"]
     if git != wanted:
         refuse(f"{found[0]} is torch of git version {git}; this kit was built with {wanted} and works with no other")
+    cuda, wanted = version.get("cuda"), kit["torch_cuda"]
+    if str(cuda).split(".")[0] != str(wanted).split(".")[0]:
+        refuse(f"{found[0]} is torch for CUDA {cuda}; this kit was built with torch {kit['torch_version']}, for CUDA {wanted}, and works with no other major version")
     return found[0]
 
 
@@ -277,7 +282,7 @@ def main():
         kit = json.loads((KIT / "kit.json").read_text())
     except (OSError, ValueError) as error:
         refuse(f"{KIT} is not a whole kit: {error}")
-    torch = torch_folder(kit["torch_git_version"])
+    torch = torch_folder(kit)
     gpu = not args.rehearse and gpu_is_here()
     if not gpu and not args.rehearse:
         refuse(f"no NVIDIA GPU here (nvidia-smi finds none); ./gpu_session.sh --rehearse {args.part} tries the steps without one")
