@@ -13,8 +13,9 @@ namespace {
 constexpr unsigned kThreads = 256;
 constexpr std::uint64_t kEach = 8;  // elements
 
-__constant__ weights::CodeMap<16> nf4_map = weights::kNf4;
-__constant__ weights::CodeMap<256> dynamic_map = weights::kDynamic;
+// Not __constant__: that memory answers a warp with one address at a time.
+__device__ const weights::CodeMap<16> nf4_map = weights::kNf4;
+__device__ const weights::CodeMap<256> dynamic_map = weights::kDynamic;
 
 // The arithmetic of weight_codes.h.
 __device__ std::uint16_t rounded(float value) {
@@ -59,7 +60,8 @@ struct Stored {
   }
 };
 
-// `first` is a multiple of kEach. Codes beyond the end are padding, and what becomes of them is not written.
+// `first` is a multiple of kEach. Codes beyond the end are padding, and what becomes of them is not written. All lanes
+// of a warp come here together: of the codes of nf4, each lane holds the number of one.
 template <WeightFormat format>
 __device__ void widen(const Stored& stored, std::uint64_t first, float (&values)[kEach]) {
   const WeightLayout& at = stored.at;
@@ -74,10 +76,11 @@ __device__ void widen(const Stored& stored, std::uint64_t first, float (&values)
       absmax = __fadd_rn(__fmul_rn(dynamic_map.at[q], nested), stored.number(at.offset, 0));
     }
     const std::uint32_t codes = stored.word(first / 2);
+    const float own = nf4_map.at[threadIdx.x % 16];
 #pragma unroll
     for (unsigned i = 0; i < kEach; ++i) {
       const unsigned shift = i / 2 * 8 + (i % 2 == 0 ? 4 : 0);  // the first of two is the upper half
-      values[i] = __fmul_rn(nf4_map.at[codes >> shift & 15U], absmax);
+      values[i] = __fmul_rn(__shfl_sync(0xffffffffU, own, static_cast<int>(codes >> shift & 15U)), absmax);
     }
   } else if constexpr (format == WeightFormat::int8) {
     const float scale = __fdiv_rn(stored.number(at.scales, first / weights::kInt8Block), 127.0F);
@@ -121,11 +124,12 @@ __device__ void widen(const Stored& stored, std::uint64_t first, float (&values)
 template <WeightFormat format>
 __global__ __launch_bounds__(kThreads) void widen_all(Stored stored, std::uint16_t* words) {
   const std::uint64_t first = (std::uint64_t{blockIdx.x} * kThreads + threadIdx.x) * kEach;
-  if (first >= stored.at.elements) return;
+  const std::uint64_t last = (stored.at.elements - 1) / kEach * kEach;
   constexpr bool kFp8 = format == WeightFormat::fp8 || format == WeightFormat::fp8_rows;
   const auto word = [](float value) { return kFp8 ? rounded_away(value) : rounded(value); };
   float values[kEach];
-  widen<format>(stored, first, values);
+  widen<format>(stored, first < last ? first : last, values);
+  if (first > last) return;
   if (first + kEach <= stored.at.elements) {
     std::uint32_t pairs[kEach / 2];
 #pragma unroll

@@ -19,7 +19,7 @@ namespace cuda = testing::cuda;
 
 class DenseOnStandin : public ::testing::TestWithParam<WeightFormat> {
  protected:
-  void SetUp() override { cuda::start({.seed = 3}); }
+  void SetUp() override { cuda::start({.seed = 3, .together = true}); }
   void TearDown() override {
     for (const std::string& fault : cuda::finish().faults) ADD_FAILURE() << "the CUDA runtime: " << fault;
   }
@@ -81,7 +81,7 @@ TEST_P(DenseOnStandin, WhatCudaRefusesIsThrown) {
   const std::vector<std::int64_t> shape = {32, 64};
   const WeightLayout layout = weight_layout(GetParam(), shape);
   for (std::uint64_t call = 1; call <= 2; ++call) {
-    cuda::start({.failing_call = 2 + call});  // after the two below
+    cuda::start({.failing_call = 2 + call, .together = true});  // after the two below
     void *source = nullptr, *words = nullptr;
     ASSERT_EQ(cudaMalloc(&source, layout.bytes), cudaSuccess);
     ASSERT_EQ(cudaMalloc(&words, 2 * layout.elements), cudaSuccess);
