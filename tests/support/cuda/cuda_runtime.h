@@ -165,7 +165,7 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Arguments...), dim3 grid, dim3 block
   return [&]<std::size_t... I>(std::index_sequence<I...>) {
     std::tuple<Arguments...> copies(*static_cast<Arguments*>(arguments[I])...);
     std::vector<const void*> pointers;
-    const auto pointer = [&](const auto& argument) {
+    [[maybe_unused]] const auto pointer = [&](const auto& argument) {
       if constexpr (std::is_pointer_v<std::remove_cvref_t<decltype(argument)>>)
         if (argument != nullptr) pointers.push_back(argument);
     };

@@ -7,6 +7,18 @@
 #include "tests/support/cuda/threads.h"
 
 namespace tierflow::testing::cuda {
+namespace {
+
+// Of every compute capability.
+bool a_card_takes(dim3 grid, dim3 block) {
+  const auto within = [](dim3 size, unsigned x, unsigned y, unsigned z) {
+    return size.x - 1 < x && size.y - 1 < y && size.z - 1 < z;  // none is zero
+  };
+  return within(grid, 0x7fffffffU, 65535, 65535) && within(block, 1024, 1024, 64) &&
+         std::uint64_t{block.x} * block.y * block.z <= 1024;
+}
+
+}  // namespace
 
 Runtime& runtime() {
   static Runtime only;
@@ -170,7 +182,11 @@ cudaError_t launch(std::function<void()> kernel, std::vector<const void*> pointe
   if (const auto error = at.refusal()) return *error;
   CUstream_st* on = at.stream_of(stream);
   if (on == nullptr || on->device != current_device()) return fails(cudaErrorInvalidResourceHandle);
-  if (grid.x == 0 || block.x == 0 || block.x > 1024) return fails(cudaErrorInvalidConfiguration);
+  if (!a_card_takes(grid, block)) return fails(cudaErrorInvalidConfiguration);
+  if (block.y != 1 || block.z != 1) {
+    at.fault("a thread block has a second dimension, which the stand-in does not have");
+    return fails(cudaErrorInvalidConfiguration);
+  }
   auto valid = [&at, pointers, device = on->device] {
     return std::all_of(pointers.begin(), pointers.end(), [&](const void* pointer) {
       if (const auto host = holding(at.registrations, pointer, 1); host != at.registrations.end())
@@ -182,18 +198,19 @@ cudaError_t launch(std::function<void()> kernel, std::vector<const void*> pointe
   };
   const bool together = at.settings.together;
   const MarkerPtr end = at.enqueue_work(on, std::move(valid), [&at, kernel = std::move(kernel), grid, block, together] {
-    gridDim = {grid.x, grid.y, 1};
+    gridDim = {grid.x, grid.y, grid.z};
     blockDim = {block.x, 1, 1};
-    for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y)
-      for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
-        if (!together) {
-          for (threadIdx.x = 0; threadIdx.x < block.x; ++threadIdx.x) kernel();
-        } else if (std::string wrong = run_block(kernel, block.x); !wrong.empty()) {
-          std::lock_guard inner(at.mutex);
-          at.fault(std::move(wrong));
-          return;
+    for (blockIdx.z = 0; blockIdx.z < grid.z; ++blockIdx.z)
+      for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y)
+        for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
+          if (!together) {
+            for (threadIdx.x = 0; threadIdx.x < block.x; ++threadIdx.x) kernel();
+          } else if (std::string wrong = run_block(kernel, block.x); !wrong.empty()) {
+            std::lock_guard inner(at.mutex);
+            at.fault(std::move(wrong));
+            return;
+          }
         }
-      }
   });
   for (const void* pointer : pointers)
     if (const auto host = holding(at.registrations, pointer, 1); host != at.registrations.end()) host->second.use(end);
