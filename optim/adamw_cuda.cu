@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "optim/adamw_device.h"
 #include "optim/update_lanes.h"
@@ -141,6 +142,13 @@ cudaStream_t stream_of(const CudaStream& on) {
   return static_cast<cudaStream_t>(on.stream);
 }
 
+template <class... Parameters>
+void launch(const CudaStream& on, void (*kernel)(Parameters...), unsigned blocks,
+            std::type_identity_t<Parameters>... arguments) {
+  void* pointers[] = {&arguments...};
+  require(cudaLaunchKernel(kernel, dim3(blocks), dim3(kThreads), pointers, 0, stream_of(on)));
+}
+
 }  // namespace
 
 bool device_update_is_built() {
@@ -152,26 +160,24 @@ void adamw_update_on_device(const AdamWParams& params, const std::uint16_t* grad
   if (report == nullptr) throw std::invalid_argument("optim: an update on a device needs a report");
   const Update u = digested(params, gradient, from, to, n);
   const OnDevice current(on);
-  const cudaStream_t stream = stream_of(on);
   const unsigned blocks = grid((n + kBlock - 1) / kBlock * kUpdateLanes, on);
-  require(cudaMemsetAsync(report, 0, sizeof(*report), stream));
+  require(cudaMemsetAsync(report, 0, sizeof(*report), stream_of(on)));
   if (n == 0) return;
   const bool all_or_none = params.skip_call_if_not_finite;
-  if (all_or_none) look_through<<<blocks, kThreads, 0, stream>>>(gradient, n, report);
+  if (all_or_none) launch(on, look_through, blocks, gradient, n, report);
   switch (params.rule) {
     case Rule::adamw:
-      update<Rule::adamw><<<blocks, kThreads, 0, stream>>>(u, all_or_none, report);
+      launch(on, update<Rule::adamw>, blocks, u, all_or_none, report);
       break;
     case Rule::adam:
-      update<Rule::adam><<<blocks, kThreads, 0, stream>>>(u, all_or_none, report);
+      launch(on, update<Rule::adam>, blocks, u, all_or_none, report);
       break;
     case Rule::lion:
-      update<Rule::lion><<<blocks, kThreads, 0, stream>>>(u, all_or_none, report);
+      launch(on, update<Rule::lion>, blocks, u, all_or_none, report);
       break;
     case Rule::sgd:
-      update<Rule::sgd><<<blocks, kThreads, 0, stream>>>(u, all_or_none, report);
+      launch(on, update<Rule::sgd>, blocks, u, all_or_none, report);
   }
-  require(cudaGetLastError());
 }
 
 void gradient_norm_squared_on_device(const std::uint16_t* gradient, std::size_t n, double* sums,
@@ -179,24 +185,21 @@ void gradient_norm_squared_on_device(const std::uint16_t* gradient, std::size_t 
   if (n == 0) return;
   const OnDevice current(on);
   const unsigned blocks = grid((n + kNormSegment - 1) / kNormSegment * kSumLanes, on);
-  sum_squares<<<blocks, kThreads, 0, stream_of(on)>>>(gradient, n, sums, not_finite);
-  require(cudaGetLastError());
+  launch(on, sum_squares, blocks, gradient, n, sums, not_finite);
 }
 
 void split_master_on_device(const float* master, std::uint16_t* hi, std::uint16_t* lo, std::size_t n,
                             const CudaStream& on) {
   if (n == 0) return;
   const OnDevice current(on);
-  split<<<grid(n, on), kThreads, 0, stream_of(on)>>>(master, hi, lo, n);
-  require(cudaGetLastError());
+  launch(on, split, grid(n, on), master, hi, lo, n);
 }
 
 void join_master_on_device(const std::uint16_t* hi, const std::uint16_t* lo, float* master, std::size_t n,
                            const CudaStream& on) {
   if (n == 0) return;
   const OnDevice current(on);
-  join<<<grid(n, on), kThreads, 0, stream_of(on)>>>(hi, lo, master, n);
-  require(cudaGetLastError());
+  launch(on, join, grid(n, on), hi, lo, master, n);
 }
 
 }  // namespace tierflow::optim

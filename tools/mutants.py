@@ -42,7 +42,7 @@ FILES = {
 EXHAUSTIVE = "ParityOfCodes.*:Master.EveryPatternComesBack"  # every float there is: a minute
 PLAIN = {
     "io": ["io_test"],
-    "optim": [f"optim_test -{EXHAUSTIVE}", f"optim_test {EXHAUSTIVE}"],
+    "optim": [f"optim_test -{EXHAUSTIVE}", f"optim_test {EXHAUSTIVE}", "optim_standin_test"],
     "swap": ["swap_test", "device_test", "device_standin_test"],
     "runtime": ["core_test -Tokenizer.*", "core_test Tokenizer.*", "dense_standin_test", "row_kernels_standin_test"],  # of Tokenizer: they start Python
 }

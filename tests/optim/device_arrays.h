@@ -12,7 +12,7 @@ class DeviceArray {
  public:
   explicit DeviceArray(std::size_t bytes);
   void set(const void* from, std::size_t bytes);
-  void get(void* to, std::size_t bytes) const;  // waits for everything that was enqueued
+  void get(void* to, std::size_t bytes) const;  // after what was enqueued on the default stream
   template <class T>
   T* as() const {
     return static_cast<T*>(data_.get());

@@ -22,11 +22,11 @@ DeviceArray::DeviceArray(std::size_t bytes) {
   data_ = {data, [](void* memory) { cudaFree(memory); }};
 }
 void DeviceArray::set(const void* from, std::size_t bytes) {
-  require(cudaMemcpy(data_.get(), from, bytes, cudaMemcpyHostToDevice));
+  require(cudaMemcpyAsync(data_.get(), from, bytes, cudaMemcpyHostToDevice, cudaStreamLegacy));
 }
 void DeviceArray::get(void* to, std::size_t bytes) const {
-  require(cudaDeviceSynchronize());
-  require(cudaMemcpy(to, data_.get(), bytes, cudaMemcpyDeviceToHost));
+  require(cudaMemcpyAsync(to, data_.get(), bytes, cudaMemcpyDeviceToHost, cudaStreamLegacy));
+  require(cudaStreamSynchronize(cudaStreamLegacy));
 }
 
 }  // namespace tierflow::optim

@@ -1,4 +1,4 @@
-// The update on a GPU has the bits of the update on the CPU. Skips without a GPU.
+// The update on a GPU, or over the stand-in for CUDA, has the bits of the update on the CPU. Skips without either.
 #include <gtest/gtest.h>
 
 #include <optional>
@@ -92,6 +92,13 @@ TEST_P(OnGpu, AllOrNoneOfACall) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, OnGpu, testing::ValuesIn(variants()), variant_name);
+
+// More warps than a grid of the stand-in has.
+TEST(LongUpdateOnGpu, SameBitsAsOnTheCpu) {
+  if (!gpu_is_here()) GTEST_SKIP() << "no CUDA device here";
+  const Variant variant{Rule::adamw, MomentFormat::block8, MomentFormat::block8, MasterFormat::split};
+  expect_same_bits(variant, 274 * kBlock + 19, update_on_cpu, update_on_device);
+}
 
 TEST(SumsOnGpu, SameBitsAsOnTheCpu) {
   if (!gpu_is_here()) GTEST_SKIP() << "no CUDA device here";

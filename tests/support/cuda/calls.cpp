@@ -70,6 +70,13 @@ cudaError_t cudaGetDeviceCount(int* count) {
   *count = kDevices;
   return cudaSuccess;
 }
+cudaError_t cudaGetDevice(int* device) {
+  Runtime& at = runtime();
+  std::lock_guard lock(at.mutex);
+  if (const auto error = at.refusal()) return *error;
+  *device = current_device();
+  return cudaSuccess;
+}
 cudaError_t cudaSetDevice(int device) {
   Runtime& at = runtime();
   std::lock_guard lock(at.mutex);
@@ -90,9 +97,18 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   cudaDeviceProp properties{};
   const cudaError_t status = cudaGetDeviceProperties(&properties, device);
-  if (status == cudaSuccess)
-    *value = attribute == cudaDevAttrComputeCapabilityMajor ? properties.major : properties.minor;
-  return status;
+  if (status != cudaSuccess) return status;
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount:
+      *value = properties.multiProcessorCount;
+      break;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = properties.major;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = properties.minor;
+  }
+  return cudaSuccess;
 }
 cudaError_t cudaDeviceGetPCIBusId(char* bus, int length, int device) {
   Runtime& at = runtime();
@@ -218,6 +234,22 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaM
   end->wait();
   lock.lock();
   return fails(at.sticky);
+}
+// Of device memory alone.
+cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes, cudaStream_t stream) {
+  Runtime& at = runtime();
+  std::lock_guard lock(at.mutex);
+  if (const auto error = at.refusal()) return *error;
+  CUstream_st* on = at.stream_of(stream);
+  if (on == nullptr) return fails(cudaErrorInvalidResourceHandle);
+  const auto device_has_it = [&at, memory, bytes] {
+    const bool there = holding(at.allocations, memory, bytes) != at.allocations.end();
+    if (!there) at.fault("memory is set that no device has");
+    return there;
+  };
+  if (!device_has_it()) return fails(cudaErrorInvalidValue);
+  at.enqueue_work(on, device_has_it, [memory, value, bytes] { std::memset(memory, value, bytes); });
+  return cudaSuccess;
 }
 
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {

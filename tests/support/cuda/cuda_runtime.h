@@ -2,7 +2,9 @@
 // Stands in for the CUDA runtime's header, so that a C++ compiler reads the .cu files: the calls, types and intrinsics
 // that they use, with the meaning that NVIDIA's documentation gives them. What a kernel is, is a function that is
 // called once for each thread. standin.h has what a test may ask of it.
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -32,7 +34,11 @@ enum cudaError_t {
   cudaErrorHostMemoryNotRegistered = 713,
   cudaErrorUnknown = 999,
 };
-enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrComputeCapabilityMinor = 76
+};
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2, cudaMemcpyDeviceToDevice = 3 };
 
 using cudaStream_t = struct CUstream_st*;
@@ -92,6 +98,7 @@ const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaGetLastError();
 
 cudaError_t cudaGetDeviceCount(int* count);
+cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
@@ -103,6 +110,7 @@ cudaError_t cudaHostUnregister(void* memory);
 cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned flags);
 cudaError_t cudaFree(void* memory);
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
+cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes, cudaStream_t stream);
 
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest);
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority);
@@ -122,9 +130,10 @@ cudaError_t cudaMalloc(void** memory, std::size_t bytes);
 
 namespace tierflow::testing::cuda {
 
-// Of threads that run together (Settings::together): waits for all of the block; what each lane of the warp gave.
+// Of threads that run together (Settings::together): waits for all of the block; what each lane of `lanes` gave, which
+// are lanes of the thread's warp and all say so.
 void wait_for_block();
-const std::array<std::uint64_t, 32>& exchange(std::uint64_t value);
+const std::array<std::uint64_t, 32>& exchange(std::uint64_t value, unsigned lanes);
 
 // A kernel for each thread of a grid; `pointers` are those of its arguments that are pointers, and not null.
 cudaError_t launch(std::function<void()> kernel, std::vector<const void*> pointers, dim3 grid, dim3 block,
@@ -137,25 +146,43 @@ inline void __syncthreads() {
 }
 // What the lane `of_lane(lane)` gave. Whole warps alone.
 template <class T, class OfLane>
-T tierflow_shuffled(T value, OfLane of_lane) {
+T tierflow_shuffled(unsigned lanes, T value, OfLane of_lane) {
   std::uint64_t bits = 0;
   static_assert(sizeof(T) <= sizeof(bits));
   std::memcpy(&bits, &value, sizeof(T));
-  const std::uint64_t given = tierflow::testing::cuda::exchange(bits)[of_lane(threadIdx.x % 32)];
+  const std::uint64_t given = tierflow::testing::cuda::exchange(bits, lanes)[of_lane(threadIdx.x % 32)];
   std::memcpy(&value, &given, sizeof(T));
   return value;
 }
 inline void __syncwarp() {
-  tierflow::testing::cuda::exchange(0);
+  tierflow::testing::cuda::exchange(0, 0xffffffffU);
 }
 template <class T>
-T __shfl_sync(unsigned, T value, int lane) {
-  return tierflow_shuffled(value, [lane](unsigned) { return static_cast<unsigned>(lane); });
+T __shfl_sync(unsigned lanes, T value, int lane) {
+  return tierflow_shuffled(lanes, value, [lane](unsigned) { return static_cast<unsigned>(lane); });
 }
-// Lanes whose partner is beyond the warp keep their own.
+// Lanes whose partner is beyond their `width` lanes keep their own.
 template <class T>
-T __shfl_down_sync(unsigned, T value, unsigned apart) {
-  return tierflow_shuffled(value, [apart](unsigned lane) { return lane + apart < 32 ? lane + apart : lane; });
+T __shfl_down_sync(unsigned lanes, T value, unsigned apart, unsigned width = 32) {
+  return tierflow_shuffled(lanes, value,
+                           [=](unsigned lane) { return lane % width + apart < width ? lane + apart : lane; });
+}
+inline unsigned __reduce_max_sync(unsigned lanes, unsigned value) {
+  const auto& given = tierflow::testing::cuda::exchange(value, lanes);
+  for (unsigned lane = 0; lane < 32; ++lane)
+    if ((lanes >> lane & 1U) != 0) value = std::max(value, static_cast<unsigned>(given[lane]));
+  return value;
+}
+template <class T>
+T atomicAdd(T* at, T value) {
+  return std::atomic_ref(*at).fetch_add(value);
+}
+inline unsigned atomicMax(unsigned* at, unsigned value) {
+  const std::atomic_ref all(*at);
+  unsigned before = all.load();
+  while (before < value && !all.compare_exchange_weak(before, value)) {
+  }
+  return before;
 }
 
 // Arguments are copied before it returns, as CUDA does.

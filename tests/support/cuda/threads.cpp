@@ -20,18 +20,14 @@ struct Thread {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
   State state = State::ready;
-};
-
-struct Warp {
-  // Two, as fast lanes may give for the next exchange while slow ones still read.
-  std::array<std::array<std::uint64_t, kWarp>, 2> given{};
-  unsigned exchanges = 0;  // that are complete
+  unsigned lanes = 0;                           // of its exchange
+  std::uint64_t gives = 0;                      // to it
+  std::array<std::uint64_t, kWarp> given = {};  // by those lanes, in its last one
 };
 
 // Stacks are kept from block to block.
 struct Block {
   std::vector<Thread> threads;
-  std::vector<Warp> warps;
   ucontext_t scheduler;
   const std::function<void()>* kernel = nullptr;
   unsigned running = 0;
@@ -69,15 +65,44 @@ void set(Block& of, unsigned first, unsigned end, State state) {
   for (unsigned i = first; i < end; ++i) of.threads[i].state = state;
 }
 
+// Whether the exchange of a thread, whose warp begins at `first`, has all the lanes that it names.
+bool is_complete(const Block& of, unsigned first, unsigned thread) {
+  const unsigned lanes = of.threads[thread].lanes;
+  for (unsigned lane = 0; lane < kWarp; ++lane) {
+    if ((lanes >> lane & 1U) == 0) continue;
+    const Thread& other = of.threads[first + lane];
+    if (other.state != State::at_exchange || other.lanes != lanes) return false;
+  }
+  return (lanes >> (thread - first) & 1U) != 0;
+}
+
+// What is complete of the warp's exchanges ends.
+bool exchange_in_warp(Block& of, unsigned first) {
+  bool any = false;
+  for (unsigned lane = 0; lane < kWarp; ++lane) {
+    if (of.threads[first + lane].state != State::at_exchange || !is_complete(of, first, first + lane)) continue;
+    any = true;
+    const unsigned lanes = of.threads[first + lane].lanes;
+    std::array<std::uint64_t, kWarp> given;
+    given.fill(~std::uint64_t{0});  // undefined, of other lanes
+    for (unsigned i = 0; i < kWarp; ++i)
+      if ((lanes >> i & 1U) != 0) given[i] = of.threads[first + i].gives;
+    for (unsigned i = 0; i < kWarp; ++i) {
+      if ((lanes >> i & 1U) == 0) continue;
+      of.threads[first + i].given = given;
+      of.threads[first + i].state = State::ready;
+    }
+  }
+  return any;
+}
+
 // Until each thread of the warp has ended, or waits for threads of other warps or for lanes that do not come.
 void run_warp(Block& of, unsigned warp, unsigned count) {
   const unsigned first = warp * kWarp, end = std::min(first + kWarp, count);
   for (;;) {
     for (unsigned i = first; i < end; ++i)
       if (of.threads[i].state == State::ready) of.run(i);
-    if (end - first != kWarp || !all_are(of, first, end, State::at_exchange)) return;
-    ++of.warps[warp].exchanges;
-    set(of, first, end, State::ready);
+    if (end - first != kWarp || !exchange_in_warp(of, first)) return;
   }
 }
 
@@ -86,7 +111,6 @@ void run_warp(Block& of, unsigned warp, unsigned count) {
 std::string run_block(const std::function<void()>& kernel, unsigned count) {
   Block& of = block();
   if (of.threads.size() < count) of.threads.resize(count);
-  of.warps.assign((count + kWarp - 1) / kWarp, {});
   of.kernel = &kernel;
   for (unsigned i = 0; i < count; ++i) {
     Thread& thread = of.threads[i];
@@ -100,7 +124,7 @@ std::string run_block(const std::function<void()>& kernel, unsigned count) {
   }
   // A warp goes as far as it can before another does, by turns the first and the last one ahead: what lacks a barrier
   // is overtaken.
-  const unsigned warps = static_cast<unsigned>(of.warps.size());
+  const unsigned warps = (count + kWarp - 1) / kWarp;
   for (unsigned round = 0; !all_are(of, 0, count, State::ended); ++round) {
     for (unsigned i = 0; i < warps; ++i) run_warp(of, (round % 2 == 0 ? i : warps - 1 - i), count);
     if (all_are(of, 0, count, State::at_barrier))
@@ -115,13 +139,13 @@ void wait_for_block() {
   block().leave(State::at_barrier);
 }
 
-const std::array<std::uint64_t, 32>& exchange(std::uint64_t value) {
+const std::array<std::uint64_t, 32>& exchange(std::uint64_t value, unsigned lanes) {
   Block& of = block();
-  Warp& warp = of.warps[of.running / kWarp];
-  const unsigned turn = warp.exchanges % 2;
-  warp.given[turn][of.running % kWarp] = value;
+  Thread& own = of.threads[of.running];
+  own.gives = value;
+  own.lanes = lanes;
   of.leave(State::at_exchange);
-  return warp.given[turn];
+  return own.given;
 }
 
 }  // namespace tierflow::testing::cuda

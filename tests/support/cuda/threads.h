@@ -15,7 +15,7 @@ std::string run_block(const std::function<void()>& kernel, unsigned threads);
 
 // Of the thread that runs; in run_block() alone.
 void wait_for_block();
-// Returns when all lanes of the thread's warp have given theirs.
-const std::array<std::uint64_t, 32>& exchange(std::uint64_t value);
+// Returns when all of `lanes`, of the thread's warp, have given theirs to an exchange of the same lanes.
+const std::array<std::uint64_t, 32>& exchange(std::uint64_t value, unsigned lanes);
 
 }  // namespace tierflow::testing::cuda
