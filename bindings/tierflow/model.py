@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import re
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -271,7 +272,19 @@ def _build(path: Path, model_class: Any = None, attn_implementation: str | None 
         how["attn_implementation"] = attn_implementation
     with init_empty():
         make = model_class._from_config if hasattr(model_class, "_from_config") else model_class.from_config
-        return make(config, **how)
+        model = make(config, **how)
+    _keep_fp32(model)
+    return model
+
+
+def _keep_fp32(model: nn.Module) -> None:
+    """Buffers that transformers has in fp32 whatever the model's type is, as from_pretrained() does: what chooses experts would choose others in bf16."""
+    kept = [pattern.replace("*", ".*") for pattern in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+    for path, module in model.named_modules() if kept else ():
+        for name, buffer in module._buffers.items():
+            stored = buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set
+            if stored and any(re.search(pattern, f"{path}.{name}") for pattern in kept):
+                module._buffers[name] = buffer.float()
 
 
 def _no_assign(part: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:

@@ -277,3 +277,23 @@ def test_a_model_that_nobody_refers_to_gives_its_state_up(tmp_path):
         tierflow.close(model, discard=True)
     finally:
         gc.enable()
+
+
+def test_buffers_that_transformers_keeps_in_fp32_stay_so(tmp_path):
+    config = transformers.DeepseekV3Config(
+        **{**TEXT, "num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, n_routed_experts=16, n_group=2,
+        topk_group=1, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.DeepseekV3ForCausalLM(config).bfloat16()
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    model.model.layers[1].mlp.gate.e_score_correction_bias = 5 + 0.02 * torch.randn(16)
+    model.save_pretrained(tmp_path / "in")
+    resident = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.bfloat16)
+    streamed = tierflow.load(tmp_path / "in", roomy())
+    (batch,) = batches("llama", 1)
+    with torch.no_grad():
+        assert torch.equal(streamed(**batch).logits, resident(**batch).logits)
+    streamed.save_pretrained(tmp_path / "out")
+    saved = load_file(tmp_path / "out" / "model.safetensors")[bias]
+    assert saved.dtype == torch.float32 and torch.equal(saved, resident.get_buffer(bias))
