@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import torch
 
 
@@ -22,6 +24,22 @@ def random_state(device: torch.device) -> Any:
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
+def put_random(state: Any, device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def other_random_state() -> Any:
+    """Of Python's own random numbers and numpy's."""
+    return random.getstate(), numpy.random.get_state()
+
+
+def put_other_random(state: Any) -> None:
+    random.setstate(state[0])
+    numpy.random.set_state(state[1])
+
+
 @contextlib.contextmanager
 def restored(state: Any, device: torch.device) -> Iterator[None]:
     """Random numbers as they were at `state`; afterwards as they are now."""
@@ -29,17 +47,11 @@ def restored(state: Any, device: torch.device) -> Iterator[None]:
         yield
         return
     now = random_state(device)
-
-    def put(saved: Any) -> None:
-        torch.set_rng_state(saved[0])
-        if saved[1] is not None:
-            torch.cuda.set_rng_state(saved[1], device)
-
-    put(state)
+    put_random(state, device)
     try:
         yield
     finally:
-        put(now)
+        put_random(now, device)
 
 
 @contextlib.contextmanager

@@ -64,6 +64,7 @@ def load_checkpoint(model: nn.Module, opt: AdamW, folder: str | os.PathLike) -> 
     if record.get("base", {}) != engine.formats:
         raise _native.InputError(f"{target}: the base had another base_precision there, and so other weights")
     put_back(model, opt, record, tensors, str(target), lambda: engine.native.load_state(str(target / _STREAMED)))
+    engine.versions = [version + 1 for version in engine.versions]
     if engine.journal is not None:
         engine.journal.end_step(counts=False)
 

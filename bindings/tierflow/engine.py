@@ -89,6 +89,7 @@ class Engine:
         self._spent: set[tuple[int, int]] = set()  # gradients that step() took and nobody cleared
         self._lost: set[tuple[int, int]] = set()  # gradients that the step() of an optimizer took that is not theirs
         self._alone: set[tuple[int, int]] = set()  # gradients dropped while others of their unit stay: their sums still hold them
+        self.versions = [0] * len(cut.units)  # of their weights: steps and writes so far
         self._departures = self._visits = 0
         self._said_departures = False
         self._fetches = native.memory()["storage_bytes"] > 0
@@ -230,6 +231,7 @@ class Engine:
                 )
             self.journal.commit()  # as the step left it
         self.native.write(handle.unit, handle.index, values.detach().float())
+        self.versions[handle.unit] += 1
 
     def add_outside(self, handle: StreamedParameter, grad: torch.Tensor) -> None:
         """A gradient of a parameter that was used outside of any turn's module."""
@@ -386,6 +388,7 @@ class Engine:
             if self.journal is not None:
                 self.journal.take_gradients()
             self.native.step(updates)
+            self.versions = [version + (unit in units) for unit, version in enumerate(self.versions)]
             return
         for unit in units:
             self._drop(unit)

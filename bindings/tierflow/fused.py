@@ -46,6 +46,13 @@ class Layer:
         """What a call is computed from: tensors of the call, and constants of its own. Raises Departs where the module's own code has to run."""
         raise NotImplementedError
 
+    def found(self) -> Any:
+        """What operands() found of the module itself, beside the operands: adapters. A call goes by it whatever later calls find."""
+        return None
+
+    def go_by(self, found: Any) -> None:
+        """The forward() or backward() that follows belongs to the call that found this."""
+
     def forward(self, weights: list[torch.Tensor], operands: list[torch.Tensor], keep: bool) -> tuple[torch.Tensor, Kept | None]:
         """The result, without a graph. keep: activations may be kept for backward() where there is room."""
         raise NotImplementedError
@@ -136,6 +143,8 @@ class _Decoder(Layer):
         self._refused = ""  # why the config's layer cannot be computed
         self._lora: list[LoraPart] = []  # adapters, as the last call found them
         self._shape: tuple = ()  # what of them the native layer is made for
+        self._used: Any = None  # the layer and the adapters of the call that computes
+        self._used_lora: list[LoraPart] = []
 
     def operands(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         self._look()
@@ -179,8 +188,14 @@ class _Decoder(Layer):
         if any(m._parameters.get(name) is not handle for handle, places in zip(self.turn.handles, self.turn.places, strict=True) for m, name in places):
             raise Departs("a parameter was put in the place of one that streams")
 
+    def found(self) -> Any:
+        return self._layer, self._lora
+
+    def go_by(self, found: Any) -> None:
+        self._used, self._used_lora = found
+
     def _with_lora(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [*weights, *(factor.detach().to(torch.bfloat16) for part in self._lora for factor in (part.a, part.b))]
+        return [*weights, *(factor.detach().to(torch.bfloat16) for part in self._used_lora for factor in (part.a, part.b))]
 
     def _is_table(self, table: Any, hidden: torch.Tensor) -> bool:
         """cos or sin [1 or batch, sequence, rotated]: its second half as the first, or, of neighbouring pairs, each value twice."""
@@ -251,19 +266,19 @@ class _Decoder(Layer):
 
     def forward(self, weights: list[torch.Tensor], operands: list[torch.Tensor], keep: bool) -> tuple[torch.Tensor, Kept | None]:
         activations = self.turn.engine.activations
-        size = self._layer.kept_bytes(operands[0].shape[0] * operands[0].shape[1])
-        if not keep or not self._layer.keeps or not activations.has_room(size):
-            return self._layer.forward(self._with_lora(weights), *self._input(operands)), None
-        out, held = self._layer.forward_keeping(self._with_lora(weights), *self._input(operands))
+        size = self._used.kept_bytes(operands[0].shape[0] * operands[0].shape[1])
+        if not keep or not self._used.keeps or not activations.has_room(size):
+            return self._used.forward(self._with_lora(weights), *self._input(operands)), None
+        out, held = self._used.forward_keeping(self._with_lora(weights), *self._input(operands))
         return out, Kept(held, size, activations)
 
     def backward(self, weights: list[torch.Tensor], operands: list[torch.Tensor], grad: torch.Tensor, kept: Kept | None) -> torch.Tensor:
         engine, held = self.turn.engine, None if kept is None else kept.held
         # Inside are what the forward computes on its way, unless it was kept, and about as much again of gradients.
-        engine.activations.look(within=self._layer.kept_bytes(operands[0].shape[0] * operands[0].shape[1]) * (2 if held is None else 1))
-        factors = [factor for part in self._lora for factor in (part.a, part.b)]
+        engine.activations.look(within=self._used.kept_bytes(operands[0].shape[0] * operands[0].shape[1]) * (2 if held is None else 1))
+        factors = [factor for part in self._used_lora for factor in (part.a, part.b)]
         sums = [torch.zeros(factor.shape, dtype=torch.float32, device=factor.device) if factor.requires_grad else None for factor in factors]
-        gradient = self._layer.backward(engine.native, self._with_lora(weights), *self._input(operands), grad.to(torch.bfloat16), held, sums)
+        gradient = self._used.backward(engine.native, self._with_lora(weights), *self._input(operands), grad.to(torch.bfloat16), held, sums)
         for factor, found in zip(factors, sums, strict=True):
             if found is not None:
                 factor.grad = found.to(factor.dtype) if factor.grad is None else factor.grad + found.to(factor.dtype)

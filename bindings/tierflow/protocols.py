@@ -38,6 +38,7 @@ class TurnTaker(Protocol):
     configs: dict[str, Any]
     activations: Activations
     active_thread: int
+    versions: list[int]  # of the units' weights: steps and writes so far
 
     @property
     def device(self) -> torch.device: ...
@@ -57,8 +58,11 @@ class TurnTaker(Protocol):
 class ModuleTurn(Protocol):
     """The turn of a module as a fused layer sees it. Lists are by parameter of the turn."""
 
+    name: str
     module: nn.Module
     places: list[list[tuple[nn.Module, str]]]
+    units: list[int]
+    parts: Any  # of replays.py
 
     @property
     def engine(self) -> TurnTaker: ...

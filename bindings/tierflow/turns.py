@@ -12,10 +12,11 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import _native
-from .ambient import autocast_as, autocast_state, random_state, restored, without_cudnn_attention
+from .ambient import autocast_as, autocast_state, without_cudnn_attention
 from .fused import Departs, Kept, Layer, layer_of
 from .protocols import TurnTaker
 from .recorded import Recorded
+from .replays import Moment, Parts
 
 local = threading.local()  # .lane: the micro-batch of a layer-major step that this thread runs
 
@@ -28,6 +29,7 @@ class Turn:
         self.is_loose = module is None  # stands for parameters that are used outside of any module's turn
         self.module = nn.Module() if module is None else module
         self.unit_set = set(units)
+        self.parts = Parts(self.module)
         self.handles = [handle for unit in units for handle in engine.handles[unit]]
         self.places = [place for unit in units for place in engine.places[unit]]
         # Only places inside of this module are bound: another module's own copy of the name has its own turn.
@@ -131,6 +133,7 @@ class Frame:
         self.tensors = [self.leaves[i] for i in self.where]
         operands = turn.fused(*tree_unflatten(self.leaves, self.spec))
         self.layer: Layer | None = turn.layer if operands is not None else None
+        self.found = self.layer.found() if self.layer is not None else None
         self.operands = [next((i for i, t in enumerate(self.tensors) if t is operand), operand) for operand in operands or []]
         self.kept: Kept | None = None
         for i in self.where:
@@ -140,7 +143,7 @@ class Frame:
         self.out_spec: Any = None
         self.out_leaves: list[Any] = []
         self.out_where: list[int] = []
-        self.random: Any = None
+        self.moment: Any = None  # what surrounds the forward, if a backward may follow
         self.sink: Any = None  # what a backward() that adds gradients runs to, and torch.autograd.grad() does not
         self.autocast = autocast_state(turn.engine.device.type)
 
@@ -169,6 +172,7 @@ class Frame:
     def compute(self, tensors: list[torch.Tensor], weights: list[torch.Tensor], keep: bool = False) -> list[torch.Tensor]:
         """Runs the module, its weights bound, on tensors in the place of those it was called with. keep: differentiate() follows."""
         if self.layer is not None:
+            self.layer.go_by(self.found)
             with torch.no_grad():
                 out, self.kept = self.layer.forward(weights, self._of(tensors), keep)
             beside: dict[str, list[Any]] = {}
@@ -179,6 +183,8 @@ class Frame:
             args, kwargs = tree_unflatten(leaves, self.spec)
             with self.recorded.apart() as beside, without_cudnn_attention(self.turn.engine.device):
                 out = self.turn.forward(*args, **kwargs)
+        if keep:
+            self.moment.ended()
         self.out_leaves, self.out_spec = tree_flatten((out, beside))
         self.out_where = [i for i, leaf in enumerate(self.out_leaves) if isinstance(leaf, torch.Tensor)]
         outs = [self.out_leaves[i] for i in self.out_where]
@@ -196,7 +202,8 @@ class Frame:
         return out
 
     def remember_random(self) -> None:
-        self.random = random_state(self.turn.engine.device) if self.turn.module.training else None
+        """Ahead of a forward that a backward may follow: what surrounds it."""
+        self.moment = Moment(self.turn, self.layer is None)
 
     def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The forward visit: nothing is kept but what backward() recomputes from."""
@@ -208,11 +215,12 @@ class Frame:
         """The backward visit: adds the weights' gradients to their sums, returns those of the inputs. Computes again what was not kept."""
         turn, engine = self.turn, self.turn.engine
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        with restored(self.random, engine.device), engine.turn(turn, "backward", keep) as weights:
+        with self.moment.again(), engine.turn(turn, "backward", keep) as weights:
             outs: list[torch.Tensor] = []
             if self.layer is None:
                 with torch.enable_grad(), autocast_as(self.autocast):
                     outs = self.compute(inputs, weights)
+                self.moment.look_at_attributes()
                 engine.activations.look()
             return self.differentiate(inputs, weights, outs, grads)
 
@@ -227,6 +235,7 @@ class Frame:
             return [t.grad for t in tensors]
         found: list[torch.Tensor | None] = [None] * len(tensors)
         if grads[0] is not None:
+            self.layer.go_by(self.found)
             with torch.no_grad():
                 gradient = self.layer.backward(weights, self._of(tensors), grads[0], self.kept)
                 if isinstance(first := self.operands[0], int):

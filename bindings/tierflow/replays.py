@@ -1,0 +1,280 @@
+"""What a turn's forward depended on beside its inputs, so that the backward's recomputation finds the same: random numbers, train() and eval(), adapters that are
+switched on, buffers. What cannot be put back, such as weights that a step has changed, raises."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import pickle
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import _native
+from .ambient import other_random_state, put_other_random, put_random, random_state, restored
+from .parameter import StreamedParameter
+from .protocols import ModuleTurn
+
+log = logging.getLogger("tierflow")
+_SMALL = 1 << 16  # elements of a buffer that is copied ahead of each forward, whether it changed in earlier ones or not
+_GONE = object()
+_VALUES = (int, float, bool, str, type(None))
+_libraries = ("torch.", "transformers.", "peft.", "accelerate.", "tierflow.")  # whose hooks keep nothing that a loss is made of
+_said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()  # by engine: what was said once
+
+
+class Members:
+    """The modules of a turn, and what of them is looked at in each call, at one time."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = list(module.modules())
+        self.inner = self.modules[1:]
+        self.buffers = [(m, name) for m in self.modules for name in m._buffers]
+        self.switched: list[Any] = [m for m in self.modules if isinstance(getattr(m, "_disable_adapters", None), bool)]  # PEFT's
+        self.own = [p for m in self.modules for p in m._parameters.values() if p is not None and not isinstance(p, StreamedParameter)]
+
+
+@dataclasses.dataclass
+class Learned:
+    """What forwards in the same modes have shown of a turn."""
+
+    writes: set[int] | None = None  # inputs that the module changes in place, by number; None: no forward yet
+    buffers: set[tuple[int, str]] | None = None  # buffers likewise, by id of their module and name
+    attributes: set[tuple[int, str]] | None = None  # numbers, words and switches likewise
+    draws: bool | None = None  # random numbers that are not torch's
+    looked: bool = False  # at attributes, in a recomputation
+
+
+class Parts:
+    """A turn's Members, gathered anew where a module, parameter or buffer was put into it, and what was learned."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._members: Members | None = None
+        self._learned: dict[tuple[bool, ...], Learned] = {}
+
+    def now(self) -> Members:
+        if self._members is None:
+            self._members = Members(self._module)
+            for module in self._members.modules:
+                _holders.setdefault(module, weakref.WeakSet()).add(self)
+        return self._members
+
+    def learned(self, modes: tuple[bool, ...]) -> Learned:
+        if modes not in self._learned:
+            self._learned[modes] = Learned()
+        return self._learned[modes]
+
+    def outdated(self) -> None:
+        self._members = None
+
+
+_holders: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Parts]] = weakref.WeakKeyDictionary()
+
+
+def _put_in(module: nn.Module, name: str, value: Any) -> None:
+    for parts in _holders.get(module, ()):
+        parts.outdated()
+
+
+def _put_in_buffer(module: nn.Module, name: str, value: Any) -> None:
+    if name not in module._buffers:
+        _put_in(module, name, value)
+
+
+nn.modules.module.register_module_module_registration_hook(_put_in)
+nn.modules.module.register_module_parameter_registration_hook(_put_in)
+nn.modules.module.register_module_buffer_registration_hook(_put_in_buffer)
+
+
+def version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Moment:
+    """What surrounds one forward of a turn. Made ahead of it; ended() follows it."""
+
+    def __init__(self, turn: ModuleTurn, plain: bool) -> None:
+        """plain: the module's own code runs, which may change its buffers."""
+        self.turn, self.plain = turn, plain
+        self.members = members = turn.parts.now()
+        self.random: Any = random_state(turn.engine.device)
+        self.modes = tuple([m.training for m in members.modules])
+        self.learned: Learned = turn.parts.learned(self.modes)
+        self.adapters = [(m._disable_adapters, _names(m._active_adapter)) for m in members.switched]
+        self.weights = [turn.engine.versions[unit] for unit in turn.units]
+        self.own = [version(p) for p in members.own]
+        self.buffers: list[tuple[nn.Module, str, torch.Tensor, int, torch.Tensor | None]] = []  # and the copy to put back
+        self.attributes: list[tuple[nn.Module, str, Any]] = []
+        self.others: Any = None
+        if plain and members.buffers:
+            self._copy_buffers()
+        if plain and self.learned.attributes != set():
+            self._copy_attributes()
+        if plain and self.learned.draws is not False:
+            self.others = other_random_state()
+        _say_hooks(turn, members)
+
+    def _copy_buffers(self) -> None:
+        learned = self.learned.buffers
+        for module, name in self.members.buffers:
+            if (buffer := module._buffers.get(name)) is not None:
+                copied = learned is None or buffer.numel() <= _SMALL or (id(module), name) in learned
+                self.buffers.append((module, name, buffer, version(buffer), buffer.clone() if copied else None))
+
+    def _copy_attributes(self) -> None:
+        learned = self.learned.attributes
+        for module in self.members.modules:
+            for name, value in vars(module).items():
+                if type(value) in _VALUES and name != "training" and (learned is None or (id(module), name) in learned):
+                    self.attributes.append((module, name, value))
+
+    def rewind(self) -> None:
+        """Everything as it was ahead of the forward, which is made once more."""
+        put_random(self.random, self.turn.engine.device)
+        if self.others is not None:
+            put_other_random(self.others)
+        for module, name, value in self.attributes:
+            module.__dict__[name] = value
+        for module, name, buffer, _, copy in self.buffers:
+            module._buffers[name] = buffer
+            if copy is not None:
+                buffer.copy_(copy)
+        self.buffers = []
+        self._copy_buffers()
+
+    def ended(self) -> None:
+        """After the forward: only what changed in it stays."""
+        now = random_state(self.turn.engine.device)
+        if torch.equal(self.random[0], now[0]) and (now[1] is None or torch.equal(self.random[1], now[1])):
+            self.random = None
+        if self.others is not None and self.learned.draws is None:
+            self.learned.draws = pickle.dumps(self.others) != pickle.dumps(other_random_state())
+        if not self.learned.draws:
+            self.others = None
+        if self.learned.attributes is None and not self.plain:
+            return
+        if self.learned.attributes is None:
+            self.learned.attributes = {(id(module), name) for module, name, value in self.attributes if _another(module.__dict__.get(name, _GONE), value)}
+        self.attributes = [entry for entry in self.attributes if (id(entry[0]), entry[1]) in self.learned.attributes]
+        if not self.buffers:
+            return
+        learned, changed = self.learned.buffers, set()
+        for number, (module, name, buffer, before, copy) in enumerate(self.buffers):
+            # Batch normalisation changes its buffers without a new version: values are looked at, once.
+            if learned is None:
+                assert copy is not None
+                same = version(buffer) == before and torch.equal(buffer, copy)
+            else:
+                same = version(buffer) == before and (id(module), name) not in learned
+            if same:
+                self.buffers[number] = (module, name, buffer, before, None)
+            elif copy is None:
+                raise _native.UsageError(
+                    f"{self.turn.name}: its buffer {name} changed in this forward and in none before, so it is not there for the backward, which computes the forward "
+                    "again: run this forward under torch.no_grad() once, or change the buffer between steps"
+                )
+            else:
+                changed.add((id(module), name))
+        self.learned.buffers = changed | (learned or set())
+
+    def _expect_same(self) -> None:
+        """Raises UsageError where the recomputation would not be that of the forward."""
+        turn, why = self.turn, ""
+        now = turn.parts.now()
+        if now is not self.members and now.modules != self.members.modules:
+            why = "modules in it were replaced or added"
+        elif self.weights != [turn.engine.versions[unit] for unit in turn.units]:
+            why = "its weights were changed by step() or written"
+        elif self.own != [version(p) for p in self.members.own]:
+            why = "its parameters that do not stream were changed"
+        if why:
+            raise _native.UsageError(
+                f"{turn.name}: {why} between a forward and its backward(), which computes the forward again: call backward() before, or make the forward once more after it"
+            )
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """For the recomputation everything is as it was; afterwards as it is now. Raises UsageError where that cannot be."""
+        self._expect_same()
+        puts: list[tuple[dict[str, Any], str, Any]] = []
+        if tuple([m.training for m in self.members.modules]) != self.modes:
+            puts = [(module.__dict__, "training", training) for module, training in zip(self.members.modules, self.modes, strict=True)]
+        for layer, (off, active) in zip(self.members.switched, self.adapters, strict=True):
+            if layer._disable_adapters is not off:
+                puts.append((layer.__dict__, "_disable_adapters", off))
+            if _names(layer._active_adapter) != active:
+                puts.append((layer.__dict__, "_active_adapter", list(active)))
+        for module, name, buffer, before, copy in self.buffers:
+            if copy is not None:
+                puts.append((module._buffers, name, copy.clone()))
+            elif version(buffer) != before:
+                raise _native.UsageError(
+                    f"{self.turn.name}: its buffer {name} was changed between a forward and its backward(), which computes the forward again: change it before the "
+                    "forward, or after the backward"
+                )
+            elif module._buffers.get(name) is not buffer:
+                puts.append((module._buffers, name, buffer))
+        puts += [(module.__dict__, name, value) for module, name, value in self.attributes]
+        others = other_random_state() if self.others is not None else None
+        undo = [(holder, name, holder.get(name, _GONE)) for holder, name, _ in puts]
+        with restored(self.random, self.turn.engine.device):
+            try:
+                if others is not None:
+                    put_other_random(self.others)
+                for holder, name, value in puts:
+                    holder[name] = value
+                yield
+            finally:
+                if others is not None:
+                    put_other_random(others)
+                for holder, name, value in undo:
+                    if value is _GONE:
+                        holder.pop(name, None)
+                    else:
+                        holder[name] = value
+
+    def look_at_attributes(self) -> None:
+        """After a recomputation, within it: says where the module left a tensor with a graph in an attribute."""
+        if self.learned.looked:
+            return
+        self.learned.looked = True
+        paths = {id(m): path for path, m in self.turn.module.named_modules()}
+        for module in self.members.modules:
+            for name, value in vars(module).items():
+                held = [value] if isinstance(value, torch.Tensor) else value if isinstance(value, (list, tuple)) else value.values() if type(value) is dict else []
+                if any(isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None for tensor in held) and _first(self.turn, f"{type(module).__name__}.{name}"):
+                    where = ".".join(part for part in (self.turn.name, paths.get(id(module), ""), name) if part)
+                    log.warning(
+                        f"{where} is a tensor that the module computes: no gradient comes through an attribute; if a loss is made of it, return it from the forward() of "
+                        f"{self.turn.name}, and else keep it with .detach() (said once)"
+                    )
+
+
+def _another(now: Any, then: Any) -> bool:
+    return now is not then and (type(now) is not type(then) or now != then)
+
+
+def _first(turn: ModuleTurn, what: str) -> bool:
+    """Whether this is said of the model for the first time."""
+    said = _said.setdefault(turn.engine, set())
+    return what not in said and not said.add(what)  # type: ignore[func-returns-value]
+
+
+def _names(active: Any) -> list[str]:
+    return [active] if isinstance(active, str) else list(active)
+
+
+def _say_hooks(turn: ModuleTurn, members: Members) -> None:
+    for module in members.inner:
+        if module._forward_hooks:
+            for hook in module._forward_hooks.values():
+                if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith(_libraries) and _first(turn, "hook"):
+                    log.warning(
+                        f"{turn.name} has a forward hook on a module inside of it ({type(module).__name__}): it runs in the forward and again in the recomputation, and no "
+                        "gradient comes through what it keeps; return that from the module, or hook what takes the turn (said once)"
+                    )
