@@ -27,6 +27,22 @@ class TurnCall:
     outs: list[torch.Tensor]
 
 
+class _Handed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(leaf.detach() for leaf in leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads
+
+
+def handed(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What a turn gave, for the model's own code: it may change these in place, which nobody may do to leaves."""
+    given = iter(_Handed.apply(*[leaf for leaf in leaves if leaf.requires_grad]))
+    return [next(given) if leaf.requires_grad else leaf for leaf in leaves]
+
+
 class MicroBatchLane:
     """A micro-batch: a thread that runs the model's own code, stopping at every turn. One lane runs at a time; turns are taken by the driver.
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from . import _native
 from .ambient import autocast_as, autocast_state
-from .lanes import MicroBatchLane, TurnCall
+from .lanes import MicroBatchLane, TurnCall, handed
 from .losses import loss_named, switches
 from .model import engine_of
 from .optim import AdamW, check_clip
@@ -240,9 +240,8 @@ class Trainer:
 
     def _record(self, lane: MicroBatchLane, frame: Frame, outs: list[torch.Tensor]) -> Any:
         leaves = [out.detach().requires_grad_(out.is_floating_point()) for out in outs]
-        lane.calls.append(TurnCall(frame, frame.tensors, leaves))
-        frame.tensors = []
-        return frame.result(leaves)
+        lane.calls.append(TurnCall(frame, frame.kept_inputs(), leaves))
+        return frame.result(handed(leaves))
 
     def _take_head(self, turn: Turn, lane: MicroBatchLane, lanes: list[MicroBatchLane], losses: dict[int, float], count: int) -> None:
         """The last module: forward, loss and backward of one micro-batch in one visit, without recomputation."""

@@ -9,14 +9,15 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from . import _native
 from .ambient import autocast_as, autocast_state, without_cudnn_attention
 from .fused import Departs, Kept, Layer, layer_of
+from .inputs import PLAIN, Moved, There, became, contents, expect_no_gradient, expect_none_new, fill, filled, storages, tensors_in
 from .protocols import TurnTaker
 from .recorded import Recorded
-from .replays import Moment, Parts
+from .replays import Moment, Parts, version
 
 local = threading.local()  # .lane: the micro-batch of a layer-major step that this thread runs
 
@@ -128,7 +129,10 @@ class Frame:
         self.turn = turn
         leaves, self.spec = tree_flatten((args, kwargs))
         self.needs_graph = torch.is_grad_enabled()
-        self.leaves = [self._checked(leaf) for leaf in leaves]
+        self.filled = filled(args, kwargs)  # the caller's containers that the module may fill, until it has
+        self.fills = bool(self.filled)
+        self.opaque: list[Any] = []  # what pytree does not look into
+        self.leaves = [leaf if type(leaf) is torch.Tensor or type(leaf) in PLAIN else self._checked(leaf) for leaf in leaves]
         self.where = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         self.tensors = [self.leaves[i] for i in self.where]
         operands = turn.fused(*tree_unflatten(self.leaves, self.spec))
@@ -139,20 +143,27 @@ class Frame:
         for i in self.where:
             self.leaves[i] = None
         self.needs_graph = self.needs_graph and (any(t.requires_grad for t in self.tensors) or turn.trains())
+        if self.opaque and self.needs_graph:
+            expect_no_gradient(turn.name, self.opaque)
         self.recorded = Recorded()
         self.out_spec: Any = None
         self.out_leaves: list[Any] = []
         self.out_where: list[int] = []
         self.moment: Any = None  # what surrounds the forward, if a backward may follow
+        self.written: list[int] = []  # inputs that the module changes in place
+        self.callers: list[torch.Tensor] = []  # these, until they are changed
         self.sink: Any = None  # what a backward() that adds gradients runs to, and torch.autograd.grad() does not
         self.autocast = autocast_state(turn.engine.device.type)
 
     def _checked(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf
         if self.needs_graph and hasattr(leaf, "get_seq_length") and hasattr(leaf, "update"):
             # A key-value cache: the recomputation would fill it a second time. An empty one changes nothing.
             if leaf.get_seq_length() == 0:
                 return None
             raise _native.UsageError(f"{self.turn.name} was called with a filled cache while gradients are on: pass use_cache=False (PEFT's prefix tuning is such a cache, and does not train)")
+        self.opaque.append(leaf)
         return leaf
 
     def _of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -175,35 +186,111 @@ class Frame:
             self.layer.go_by(self.found)
             with torch.no_grad():
                 out, self.kept = self.layer.forward(weights, self._of(tensors), keep)
-            beside: dict[str, list[Any]] = {}
+            beside: Any = None
         else:
-            leaves = list(self.leaves)
-            for index, tensor in zip(self.where, tensors, strict=True):
-                leaves[index] = tensor
-            args, kwargs = tree_unflatten(leaves, self.spec)
-            with self.recorded.apart() as beside, without_cudnn_attention(self.turn.engine.device):
-                out = self.turn.forward(*args, **kwargs)
+            out, beside, given = self._run(tensors, keep)
         if keep:
             self.moment.ended()
         self.out_leaves, self.out_spec = tree_flatten((out, beside))
         self.out_where = [i for i, leaf in enumerate(self.out_leaves) if isinstance(leaf, torch.Tensor)]
+        if keep and (len(self.out_where) < len(self.out_leaves) or self.opaque) and self.layer is None:
+            objects = [leaf for leaf in self.out_leaves if type(leaf) not in PLAIN and not isinstance(leaf, (torch.Tensor, There, Moved))]
+            if objects or self.opaque:
+                expect_none_new(self.turn.name, [*objects, *self.opaque], given)
         outs = [self.out_leaves[i] for i in self.out_where]
         for i in self.out_where:
             self.out_leaves[i] = None
         owns = self.turn.engine.native.owns
         return [out.clone() if owns(out.data_ptr()) else out for out in outs]
 
+    def _run(self, tensors: list[torch.Tensor], keep: bool) -> tuple[Any, Any, list[torch.Tensor]]:
+        """What the module returns. If there is any: what was recorded in it, what became of the containers that it filled, and of the inputs that it changed in
+        place. And the tensors that it was called with."""
+        handed, writes = tensors, set(self.written)
+        copies: list[torch.Tensor] = []
+        if keep and (writes := self.moment.learned.writes) is None:  # the first forward
+            if torch.is_grad_enabled():
+                handed = [t.clone() for t in tensors]
+            else:
+                copies = [t.clone() for t in tensors]
+        elif self.needs_graph and writes:
+            handed = [t.clone() if number in writes else t for number, t in enumerate(tensors)]
+        leaves = list(self.leaves)
+        for index, tensor in zip(self.where, handed, strict=True):
+            leaves[index] = tensor
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        containers = filled(args, kwargs) if self.fills else []
+        before = contents(containers)
+        given = [*handed, *tensors_in(self.opaque)] if keep and self.opaque else handed
+        versions = [version(t) for t in handed] if self.needs_graph else []
+        with self.recorded.apart() as beside, without_cudnn_attention(self.turn.engine.device):
+            out = self.turn.forward(*args, **kwargs)
+        if versions:
+            now = [version(t) for t in handed]
+            changed = {number for number, then in enumerate(versions) if now[number] != then} if now != versions else set()
+            if writes is None:
+                self.moment.learned.writes = changed
+                if changed and copies:  # as if that had been known
+                    for number in changed:
+                        handed[number].copy_(copies[number])
+                    self.moment.rewind()
+                    return self._run(tensors, keep)
+            elif not changed <= writes:
+                self._refuse_writes(changed - writes)
+            if keep and (changed or writes):
+                self._note_writes(tensors)
+        moved = [handed[number] for number in self.written]
+        if moved and any(t.requires_grad and not tensors[number].requires_grad for number, t in zip(self.written, moved, strict=True)):
+            raise _native.UsageError(f"{self.turn.name} writes what it computes into an input that has no gradient: let it return that instead")
+        filled_now = became(containers, before)
+        if moved:
+            numbers = {id(t): Moved(number) for number, t in zip(self.written, moved, strict=True)}
+            out, filled_now = tree_map(lambda leaf: numbers.get(id(leaf), leaf), (out, filled_now))
+        return out, (beside, filled_now, moved) if beside or filled_now or moved else None, given
+
+    def _refuse_writes(self, changed: set[int]) -> None:
+        if self.moment.learned.writes is not None:
+            self.moment.learned.writes |= changed  # the next call is made with copies
+        raise _native.UsageError(
+            f"{self.turn.name} changed an input in place, which it did not in its first call; the backward computes the call again, from what is no longer there: pass a "
+            "copy (x.clone()), or let the module not work in place"
+        )
+
+    def _note_writes(self, tensors: list[torch.Tensor]) -> None:
+        self.written = sorted(self.moment.learned.writes)
+        own = storages(tensors) if self.written else []
+        if any(own.count(own[number]) > 1 for number in self.written):
+            raise _native.UsageError(f"{self.turn.name} changes an input in place, and two of its inputs share memory: pass copies (x.clone())")
+
     def result(self, outs: Any) -> Any:
         leaves = list(self.out_leaves)
         for index, tensor in zip(self.out_where, outs, strict=True):
             leaves[index] = tensor
         out, beside = tree_unflatten(leaves, self.out_spec)
-        self.recorded.join(beside)
+        recorded, filled_now, moved = beside or ({}, {}, [])
+        if moved:
+            for caller, now in zip(self.callers, moved, strict=True):
+                with torch.set_grad_enabled(caller.requires_grad):
+                    caller.copy_(now)
+            callers = dict(zip(self.written, self.callers, strict=True))
+            out, filled_now = tree_map(lambda leaf: callers[leaf.number] if isinstance(leaf, Moved) else leaf, (out, filled_now))
+        for number, made in filled_now.items():
+            fill(self.filled[number], made)
+        self.callers, self.filled = [], []
+        self.recorded.join(recorded)
         return out
 
     def remember_random(self) -> None:
         """Ahead of a forward that a backward may follow: what surrounds it."""
         self.moment = Moment(self.turn, self.layer is None)
+
+    def kept_inputs(self) -> list[torch.Tensor]:
+        """After the forward, ahead of result(): what backward() computes again from. The frame lets its inputs go."""
+        tensors, self.tensors = self.tensors, []
+        self.callers = [tensors[number] for number in self.written]
+        for number in self.written:
+            tensors[number] = tensors[number].clone()
+        return tensors
 
     def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The forward visit: nothing is kept but what backward() recomputes from."""
@@ -250,11 +337,13 @@ class _Visit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, frame: Frame, always: torch.Tensor, *tensors: torch.Tensor) -> Any:
         ctx.frame = frame
-        ctx.save_for_backward(*tensors)
         outs = frame.forward(list(tensors))
+        saved = [kept if kept is t else kept.requires_grad_(t.requires_grad) for kept, t in zip(frame.kept_inputs(), tensors, strict=True)]
+        ctx.save_for_backward(*saved)
+        # A result is a tensor of its own to the caller, who may change it in place: no view, and none of the inputs.
+        outs = [out.detach() if out._is_view() or any(out is t for t in tensors) else out for out in outs]
         ctx.mark_non_differentiable(*[out for out in outs if not out.is_floating_point()])
-        frame.tensors = []  # saved above
-        return tuple(out.view_as(out) if any(out is t for t in tensors) else out for out in outs)
+        return tuple(outs)
 
     @staticmethod
     @once_differentiable
