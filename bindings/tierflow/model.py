@@ -29,6 +29,7 @@ from .keys import saved_as
 from .loss import fuse_loss
 from .optim import skipped_steps
 from .parameter import StreamedParameter
+from .recorded import know_shared_keys
 from .stored import StoredModel
 from .units import Cut, check_real, cut, init_empty, move_buffers
 
@@ -341,6 +342,7 @@ def _fit_transformers(module: Any, engine: Engine) -> None:
     config = getattr(module, "config", None)
     if config is None or not hasattr(module, "save_pretrained"):
         return
+    know_shared_keys()
     for part, of in _caching(config).items():
         if getattr(of, "use_cache", None):
             of.use_cache = False

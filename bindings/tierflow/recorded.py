@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node
+
 
 def _active() -> Any:
     """Where transformers keeps the lists; None before it ever recorded anything."""
@@ -48,3 +50,17 @@ class Recorded:
         for name, values in found.items():
             self._into[name].extend(values)
         self._into = {}
+
+
+def know_shared_keys() -> None:
+    """Keys and values that layers share in transformers (Gemma 3n, Gemma 4) are in a dictionary that torch's pytree does not know: made known, what is in it is an
+    input of a turn like any other, and what a turn adds a result."""
+    caches = sys.modules.get("transformers.cache_utils")
+    kind = getattr(caches, "KVSharingDict", None)
+    if kind is not None and kind not in SUPPORTED_NODES:
+        register_pytree_node(
+            kind,
+            lambda shared: (list(shared.data.values()), list(shared.data)),
+            lambda values, keys: kind(zip(keys, values, strict=True)),
+            serialized_type_name="transformers.cache_utils.KVSharingDict",
+        )

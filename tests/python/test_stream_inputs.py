@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 from stacks import Stack, as_plain, inputs, nn, once, refused, stack
-from streaming import roomy, tierflow, torch
+from streaming import GROUPED, batches, roomy, tierflow, torch, transformers
 
 
 @dataclasses.dataclass
@@ -130,3 +130,28 @@ def test_results_that_are_views_may_be_changed_in_place():
         return x
 
     as_plain(lambda: stack(lambda b, x: torch.tanh(b.linear(x)).t().contiguous().t(), between=add), once)
+
+
+@pytest.mark.parametrize("family", ["Gemma3n", "Gemma4"])
+@pytest.mark.parametrize("trainer", [False, True], ids=["loop", "trainer"])
+def test_keys_that_layers_share_have_their_gradients(family, trainer):
+    layers = dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=8, num_kv_shared_layers=2)
+    config = dict(GROUPED, **layers, head_dim=16, vocab_size_per_layer_input=160, hidden_size_per_layer_input=8) | layers
+    config.update({"laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4} if family == "Gemma3n" else {})
+
+    def made():
+        torch.manual_seed(0)
+        return getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}TextConfig")(**config)).bfloat16().train()
+
+    plain, streamed = made(), tierflow.wrap(made(), roomy())
+    (batch,) = batches("llama", 1)
+    expected = plain(**batch).loss
+    expected.backward()
+    if trainer:
+        assert tierflow.Trainer(streamed, tierflow.optim.AdamW(streamed.parameters()), clip=None).backward([batch]) == expected.item()
+    else:
+        streamed(**batch).loss.backward()
+    for name, p in plain.named_parameters():
+        if p.grad is not None:
+            found = streamed.get_parameter(name).grad
+            assert (found - p.grad).norm() <= 0.02 * p.grad.norm(), name
