@@ -15,6 +15,7 @@ from . import _native
 from .ambient import autocast_as, autocast_state, without_cudnn_attention
 from .fused import Departs, Kept, Layer, layer_of
 from .inputs import PLAIN, Moved, There, became, contents, expect_no_gradient, expect_none_new, fill, filled, storages, tensors_in
+from .parameter import StreamedParameter
 from .protocols import TurnTaker
 from .recorded import Recorded
 from .replays import Moment, Parts, version
@@ -156,6 +157,8 @@ class Frame:
         self.autocast = autocast_state(turn.engine.device.type)
 
     def _checked(self, leaf: Any) -> Any:
+        if isinstance(leaf, StreamedParameter):
+            return leaf.clone()  # fetched ahead of the turn; its gradient comes as that of any use outside of one
         if isinstance(leaf, torch.Tensor):
             return leaf
         if self.needs_graph and hasattr(leaf, "get_seq_length") and hasattr(leaf, "update"):

@@ -155,3 +155,26 @@ def test_keys_that_layers_share_have_their_gradients(family, trainer):
         if p.grad is not None:
             found = streamed.get_parameter(name).grad
             assert (found - p.grad).norm() <= 0.02 * p.grad.norm(), name
+
+
+def test_a_streamed_parameter_is_an_argument_of_another_module():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.norm, self.head = nn.Embedding(8, 16), nn.LayerNorm(16), nn.Linear(16, 1)
+
+        def forward(self, ids):
+            return self.head(self.table(ids) + self.norm(self.table.weight)[ids] + self.norm(self.table.weight[:2]).sum(0)).float().square().mean()
+
+    def made():
+        torch.manual_seed(0)
+        return Net().bfloat16()
+
+    def backward(model):
+        loss = model(torch.tensor([1, 5, 1]))
+        loss.backward()
+        return loss.item()
+
+    _, streamed = as_plain(made, backward)
+    with torch.no_grad():
+        assert streamed.norm(streamed.table.weight).shape == (8, 16)
