@@ -32,7 +32,16 @@ def put_random(state: Any, device: torch.device) -> None:
 
 def other_random_state() -> Any:
     """Of Python's own random numbers and numpy's."""
-    return random.getstate(), numpy.random.get_state()
+    return random.getstate(), numpy.random.get_state(legacy=False)
+
+
+def same_other_random(one: Any, other: Any) -> bool:
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return numpy.array_equal(a, b) if isinstance(a, numpy.ndarray) else a == b
+
+    return one[0] == other[0] and same(one[1], other[1])
 
 
 def put_other_random(state: Any) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import pickle
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from . import _native
-from .ambient import other_random_state, put_other_random, put_random, random_state, restored
+from .ambient import other_random_state, put_other_random, put_random, random_state, restored, same_other_random
 from .parameter import StreamedParameter
 from .protocols import ModuleTurn
 
@@ -153,7 +152,7 @@ class Moment:
         if torch.equal(self.random[0], now[0]) and (now[1] is None or torch.equal(self.random[1], now[1])):
             self.random = None
         if self.others is not None and self.learned.draws is None:
-            self.learned.draws = pickle.dumps(self.others) != pickle.dumps(other_random_state())
+            self.learned.draws = not same_other_random(self.others, other_random_state())
         if not self.learned.draws:
             self.others = None
         if self.learned.attributes is None and not self.plain:
