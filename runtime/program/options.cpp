@@ -77,7 +77,9 @@ void add_train_rows(OptionTable& table, TrainOptions& o) {
   table.group(kTraining);
   table.integer("micro-batches", o.micro_batches, 1, "micro-batches in a step", kMostTokens);
   table.integer("steps", o.steps, 0, "optimizer steps");
-  table.integer("epochs", o.epochs, 0, "passes over the data, in place of --steps, with the last step filled up from the beginning; 1 where neither is given");
+  table.integer("epochs", o.epochs, 0,
+                "passes over the data, in place of --steps, with the last step filled up from the beginning; 1 where "
+                "neither is given");
   table.add({.name = "lr",
              .value_name = "X",
              .help = "highest learning rate; with --method lora the default is 1e-4",
