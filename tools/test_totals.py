@@ -23,6 +23,7 @@ ALLOWED = (
     r"only root (may become|becomes) another user|only root gives files away|this user may not lock a gibibyte of memory",
     r"no (dpkg|cuobjdump) here",
     r"this machine has no io_uring",
+    r"a file system in memory has no drive",
 )
 MOUNTING = ("losetup", "mount", "umount", "mkfs.ext4")  # programs that the tests of real file systems run
 

@@ -6,11 +6,12 @@
 
 namespace tierflow {
 
-std::uint64_t weights_hash(const Checkpoint& checkpoint) {
+std::uint64_t weights_hash(const Checkpoint& checkpoint, const std::set<std::string>& without) {
   constexpr std::uint64_t kSample = 1024;
   std::vector<std::uint64_t> hashes;
   std::vector<float> values;
   for (const auto& [name, tensor] : checkpoint.tensors()) {
+    if (without.contains(name)) continue;
     hashes.push_back(io::content_hash(std::as_bytes(std::span(name))));
     std::uint64_t elements = 1;
     for (const std::int64_t size : tensor.shape) {

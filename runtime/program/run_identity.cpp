@@ -9,6 +9,7 @@
 
 #include "io/checksum.h"
 #include "runtime/base/exception.h"
+#include "runtime/checkpoint/source_folder.h"
 #include "runtime/checkpoint/weights_hash.h"
 #include "runtime/program/loss_options.h"
 
@@ -16,10 +17,15 @@ namespace tierflow {
 
 using nlohmann::json;
 
-std::optional<std::uint64_t> hash_of_weights(const TrainOptions& options, bool resumed) {
+std::optional<std::uint64_t> hash_of_weights(const TrainOptions& options, const ModelSpec& spec, bool resumed) {
   if (!options.config.empty()) return {};
   try {
-    return weights_hash(Checkpoint::open(options.model));
+    const auto checkpoint = std::make_shared<const Checkpoint>(Checkpoint::open(options.model));
+    std::set<std::string> copied;
+    for (const TensorHeader& header :
+         SourceFolder(read_folder_spec(options.model, Tiling::none(), spec.read_as), checkpoint).headers())
+      copied.insert(header.name);
+    return weights_hash(*checkpoint, copied);
   } catch (const Exception&) {
     if (!resumed) throw;
     return {};

@@ -9,9 +9,9 @@
 
 namespace tierflow {
 
-// weights_hash() of --model. Nothing where the model is made of --config, or where a run that is resumed finds the
-// weights gone.
-std::optional<std::uint64_t> hash_of_weights(const TrainOptions& options, bool resumed);
+// weights_hash() of --model without what SourceFolder copies, of which the session has a hash. spec: of the model that
+// is trained. Nothing where the model is made of --config, or where a run that is resumed finds the weights gone.
+std::optional<std::uint64_t> hash_of_weights(const TrainOptions& options, const ModelSpec& spec, bool resumed);
 
 // A JSON object, by option. data: Dataset::fingerprint(). weights: hash_of_weights().
 // teacher: TeacherFile::hash(), where there is one. base_is_reference: as in LossRule. The model's shape and the

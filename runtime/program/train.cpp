@@ -167,7 +167,7 @@ class Training {
   void open_session() {
     const Say say = log_.teller();
     const std::uint64_t device_fixed = prepare_torch(device_of(options_), options_.threads);
-    std::string run = run_identity(options_, data_.fingerprint(), hash_of_weights(options_, left_.resumable),
+    std::string run = run_identity(options_, data_.fingerprint(), hash_of_weights(options_, spec_, left_.resumable),
                                    teacher_.hash(), base_is_reference_);
     if (left_.resumable) {
       expect_same_run(left_.run, run, elsewhere_.empty() ? options_.storage : elsewhere_);

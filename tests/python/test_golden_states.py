@@ -59,7 +59,8 @@ def test_a_state_that_an_earlier_version_left_is_gone_on_with(tmp_path, name):
     status = json.loads(run(tmp_path, "status", storage, "--json").stdout)
     assert status["step"] == 2 and status["resumable"], status
     make(tmp_path / "anew", name)
-    assert json.loads(run(tmp_path / "anew", "status", storage, "--json").stdout)["run"] == status["run"]
+    anew = json.loads(run(tmp_path / "anew", "status", storage, "--json").stdout)["run"]
+    assert {key: value for key, value in anew.items() if key != "model"} == status["run"]  # later versions know its weights too
     run(tmp_path, "verify", storage)
     run(tmp_path, "export", "--storage", storage, "--out", "exported")
     (weights,) = (tmp_path / "exported").glob("*.safetensors")
