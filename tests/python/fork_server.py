@@ -8,8 +8,9 @@ import socket
 import subprocess
 import threading
 
-# Read by the loader, or by a library when it is loaded: other values take a process of their own.
-READ_WHEN_LOADED = ("ATEN_", "CUDA", "DNNL_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTORCH_", "TBB", "TORCH")
+# Read by the loader, or by a library when it is loaded: other values take a process of their own. Not TORCHINDUCTOR_CACHE_DIR, which
+# importing PEFT sets, and which LibTorch does not read.
+READ_WHEN_LOADED = ("ATEN_", "CUDA", "DNNL_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTORCH_", "TBB", "TORCH_")
 LONGEST = 1 << 17
 
 

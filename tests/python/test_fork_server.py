@@ -54,6 +54,7 @@ def test_what_would_be_loaded_otherwise_or_at_the_same_time_has_its_own_process(
     run(work, "--version")
     forked = []
     monkeypatch.setattr(fork_server.ForkServer, "run", lambda self, command, *more: forked.append(command) or subprocess.CompletedProcess(command, 0, "", ""))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/set/by/an/import")
     assert run(work, "--version").stdout == "" and len(forked) == 1
     for more in ({"env": {"OMP_NUM_THREADS": "2"}}, {"env": {"LD_BIND_NOW": "1"}}, {"stdin": subprocess.DEVNULL}):
         assert run(work, "--version", **more).stdout.startswith("tierflow ")
