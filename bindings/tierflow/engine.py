@@ -388,7 +388,8 @@ class Engine:
             if self.journal is not None:
                 self.journal.take_gradients()
             self.native.step(updates)
-            self.versions = [version + (unit in units) for unit, version in enumerate(self.versions)]
+            for unit in units:
+                self.versions[unit] += 1
             return
         for unit in units:
             self._drop(unit)
