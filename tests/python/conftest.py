@@ -7,6 +7,7 @@ import sys
 import tempfile
 
 import pytest
+from fork_server import read_when_loaded
 from program import work as work  # a fixture
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -31,6 +32,14 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 def pytest_report_header():
     return f"build folder: {BUILD}"
+
+
+@pytest.fixture(autouse=True)
+def variables_of_programs_stay():
+    """A test that leaves other ones changes what programs of later tests do, and takes these out of the fork server."""
+    before = read_when_loaded(os.environ)
+    yield
+    assert read_when_loaded(os.environ) == before
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,8 @@ import os
 import statistics
 import time
 
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the program has it; read when torch is loaded
+if __name__ == "__main__":
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the program has it; read when torch is loaded
 import torch
 import torch.nn.functional as F
 from torch import nn
