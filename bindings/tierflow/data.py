@@ -82,7 +82,7 @@ class Rows(torch.utils.data.Dataset):
     @property
     def summaries(self) -> list[dict[str, Any]]:
         """How the rows became sequences, one dictionary for each mixed dataset, as `tierflow data prepare --json` prints it: examples, tokens, trained_tokens, truncated,
-        dropped, bad_rows and the first of them, how turns were found (masks), and a histogram of the examples' lengths."""
+        dropped, bad_rows and other_files (those of kinds that are not read) and the first of each, how turns were found (masks), and a histogram of the examples' lengths."""
         return json.loads(self._native.summaries())
 
     def preview(self, count: int = 3, tokenizer: Any = None) -> str:

@@ -73,8 +73,10 @@ struct DataSummary {
   std::vector<std::filesystem::path> paths;
   double share = 1;
   std::int64_t tokens = 0, sequences = 0, held_out = 0;
-  std::int64_t skipped = 0;   // bad records passed over
-  std::string first_skipped;  // why
+  std::int64_t skipped = 0;      // bad records passed over
+  std::string first_skipped;     // why
+  std::int64_t other_files = 0;  // of kinds that are not read, in folders among `paths`
+  std::string first_other_file;
   std::string packing;
   std::optional<RowSummary> rows;  // nothing for text
 };

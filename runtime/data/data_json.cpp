@@ -18,6 +18,10 @@ nlohmann::ordered_json data_json(const std::vector<DataSummary>& data) {
                                   {"held_out", one.held_out},
                                   {"bad_rows", one.skipped}};
     if (one.skipped != 0) object["first_bad_row"] = one.first_skipped;
+    if (one.other_files != 0) {
+      object["other_files"] = one.other_files;
+      object["first_other_file"] = one.first_other_file;
+    }
     if (one.rows) {
       const RowSummary& rows = *one.rows;
       object["examples"] = rows.examples;

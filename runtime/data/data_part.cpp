@@ -116,7 +116,10 @@ std::uint64_t permute(std::uint64_t index, std::uint64_t n, std::uint64_t key) {
 
 DataPart::DataPart(const DataOptions& options, std::vector<std::filesystem::path> paths, std::size_t number)
     : length_(options.sequence_length), key_(mix_bits(options.seed + 1) + mix_bits(number)) {
-  const std::vector<Source> sources = list_sources(paths);
+  OtherFiles others;
+  const std::vector<Source> sources = list_sources(paths, others);
+  summary_.other_files = others.count;
+  summary_.first_other_file = others.first.string();
   summary_.paths = std::move(paths);
   const bool prepared =
       std::any_of(sources.begin(), sources.end(), [](const Source& source) { return source.kind == SourceKind::rows; });

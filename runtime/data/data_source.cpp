@@ -31,7 +31,7 @@ std::optional<SourceKind> kind_of(const std::filesystem::path& path) {
   return std::nullopt;
 }
 
-void walk(const std::filesystem::path& folder, std::size_t depth, std::vector<Source>& found) {
+void walk(const std::filesystem::path& folder, std::size_t depth, std::vector<Source>& found, OtherFiles& others) {
   if (depth > deepest_folder)
     fail_input(folder.string(), fmt::format("lies more than {} folders deep", deepest_folder));
   std::error_code error;
@@ -43,11 +43,14 @@ void walk(const std::filesystem::path& folder, std::size_t depth, std::vector<So
   for (const auto& entry : entries) {
     if (entry.path().filename().string().front() == '.') continue;
     const bool folder = std::filesystem::is_directory(entry.symlink_status(error));
-    if (!error && folder) walk(entry.path(), depth + 1, found);
+    if (!error && folder) walk(entry.path(), depth + 1, found, others);
     const auto kind = kind_of(entry.path());
     // Also one that a link names: folders that huggingface_hub makes are of these.
-    if (kind && *kind != SourceKind::rows && std::filesystem::is_regular_file(entry.status(error)) && !error)
+    if (!std::filesystem::is_regular_file(entry.status(error)) || error) continue;
+    if (kind && *kind != SourceKind::rows)
       found.push_back({entry.path(), *kind});
+    else if (others.count++ == 0)
+      others.first = entry.path();
   }
 }
 
@@ -176,7 +179,7 @@ class JsonLines {
 
 }  // namespace
 
-std::vector<Source> list_sources(const std::vector<std::filesystem::path>& paths) {
+std::vector<Source> list_sources(const std::vector<std::filesystem::path>& paths, OtherFiles& others) {
   if (paths.empty()) fail(io::ErrorKind::usage, "", "no data was given: name files or folders with --data");
   std::vector<Source> sources;
   for (const auto& path : paths) {
@@ -185,7 +188,7 @@ std::vector<Source> list_sources(const std::vector<std::filesystem::path>& paths
     if (!std::filesystem::exists(status)) fail_input(path.string(), "does not exist");
     const std::size_t before = sources.size();
     if (std::filesystem::is_directory(status)) {
-      walk(path, 0, sources);
+      walk(path, 0, sources, others);
       leave_out_twice_found(sources, before);
       if (sources.size() == before) fail_input(path.string(), "holds no .txt, .py, .md, .jsonl, .npy or .bin file");
       continue;

@@ -19,10 +19,16 @@ struct Source {
   SourceKind kind = SourceKind::text;
 };
 
+// Files in folders that are of no kind that is read there.
+struct OtherFiles {
+  std::int64_t count = 0;
+  std::filesystem::path first;
+};
+
 // The files of `paths` in the order given, folders walked in the order of their names. Inside a folder, hidden files,
-// links to folders and files of other kinds, or of prepared rows, are passed over, and a file that is found twice is
-// read once; a file named itself must be of a known kind.
-std::vector<Source> list_sources(const std::vector<std::filesystem::path>& paths);
+// links to folders and files of other kinds, or of prepared rows, are passed over (others: the last of these), and a
+// file that is found twice is read once; a file named itself must be of a known kind.
+std::vector<Source> list_sources(const std::vector<std::filesystem::path>& paths, OtherFiles& others);
 
 // Receives the content of the files, in order.
 class DocumentSink {

@@ -47,6 +47,9 @@ std::string left_out(const DataSummary& data, std::int64_t length) {
   }
   if (data.skipped != 0)
     parts.push_back(counted(data.skipped, "bad row", "bad rows") + " passed over, the first: " + data.first_skipped);
+  if (data.other_files != 0)
+    parts.push_back(counted(data.other_files, "file of another kind", "files of other kinds") +
+                    " not read, the first: " + data.first_other_file);
   return fmt::format("{}", fmt::join(parts, "; "));
 }
 
@@ -55,7 +58,7 @@ std::string left_out(const DataSummary& data, std::int64_t length) {
 std::vector<std::string> data_lines(const std::vector<DataSummary>& data, std::int64_t sequence_length) {
   std::vector<std::string> lines;
   for (const DataSummary& one : data) {
-    if (data.size() == 1 && !one.rows && one.skipped == 0) continue;
+    if (data.size() == 1 && !one.rows && one.skipped == 0 && one.other_files == 0) continue;
     std::string line = "data: " + names(one);
     if (data.size() > 1) line += fmt::format(" ({:.1f}% of the sequences)", 100 * one.share);
     if (one.rows)

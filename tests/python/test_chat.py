@@ -34,6 +34,17 @@ def choice(*more):
     return [*(word for option, value in options.items() if option not in more for word in (option, value)), *more]
 
 
+def test_files_that_are_not_read_are_said(chat):
+    (chat / "folder").mkdir()
+    (chat / "folder" / "a.txt").write_text("word " * 200)
+    for name in ("b.csv", "c.jsonl.gz", ".hidden.csv"):
+        (chat / "folder" / name).write_text("x")
+    words = choice("--data", "folder", "--tokenizer", "bytes", "--packing", "concat")
+    assert "2 files of other kinds not read, the first: folder/b.csv\n" in run(chat, "data", "prepare", *words).stdout
+    (summary,) = json.loads(run(chat, "data", "prepare", *words, "--json").stdout)
+    assert (summary["other_files"], summary["first_other_file"]) == (2, "folder/b.csv")
+
+
 def test_prepare_says_what_became_of_the_rows(chat):
     with open(chat / "a.jsonl", "a") as file:
         file.write("junk\n")

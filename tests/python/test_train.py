@@ -47,6 +47,14 @@ def test_learning_rates_are_those_of_transformers(work, kind, name):
     assert [record["lr"] for record in steps_of(work / "log.json")] == pytest.approx(expected, rel=1e-12)
 
 
+def test_files_that_are_not_read_are_said(work):
+    (work / "folder").mkdir()
+    (work / "text.txt").rename(work / "folder" / "text.txt")
+    (work / "folder" / "more.csv").write_text("x")
+    done = run(work, "train", "--config", "config.json", "--data", "folder", "--out", "out", *small("--steps", "1"))
+    assert "tokens of text; 1 file of another kind not read, the first: folder/more.csv\n" in done.stderr
+
+
 TWO_THREADS = {"OMP_NUM_THREADS": "2"}
 
 

@@ -249,11 +249,18 @@ TEST(DataJson, SaysAllThatBecameOfTheData) {
                   .prepared = "rows.tfd"};
   rows.lengths[0] = 3;
   rows.lengths[5] = 4;
-  const DataSummary text{
-      .paths = {"a.txt", "b"}, .share = 0.25, .tokens = 5, .sequences = 6, .held_out = 7, .packing = "split"};
+  const DataSummary text{.paths = {"a.txt", "b"},
+                         .share = 0.25,
+                         .tokens = 5,
+                         .sequences = 6,
+                         .held_out = 7,
+                         .other_files = 8,
+                         .first_other_file = "b/c.csv",
+                         .packing = "split"};
   DataSummary chats{.paths = {"c.jsonl"}, .skipped = 2, .first_skipped = "line 3", .packing = "whole", .rows = rows};
   EXPECT_EQ(data_json({text, chats}).dump(), R"([{"data":["a.txt","b"],"share":0.25,"format":"text","packing":"split",)"
-                                             R"("tokens":5,"sequences":6,"held_out":7,"bad_rows":0},)"
+                                             R"("tokens":5,"sequences":6,"held_out":7,"bad_rows":0,)"
+                                             R"("other_files":8,"first_other_file":"b/c.csv"},)"
                                              R"({"data":["c.jsonl"],"share":1.0,"format":"chats","packing":"whole",)"
                                              R"("tokens":0,"sequences":0,"held_out":0,"bad_rows":2,)"
                                              R"("first_bad_row":"line 3","examples":11,"tokens_in_sequences":13,)"

@@ -222,11 +222,13 @@ TEST_F(Tokens, FoldersAreWalkedSoDeepAndNoDeeper) {
   fs::path deep = dir_.path() / "root";
   for (int i = 0; i < 64; ++i) deep /= "d";
   write_file(deep / "a.txt", "ab");
-  const auto sources = list_sources({dir_.path() / "root"});
+  OtherFiles others;
+  const auto sources = list_sources({dir_.path() / "root"}, others);
   ASSERT_EQ(sources.size(), 1U);
   EXPECT_EQ(sources[0].path, deep / "a.txt");
   fs::create_directory(deep / "d");
-  expect_refusal(ErrorKind::input, {"more than 64 folders deep"}, [&] { list_sources({dir_.path() / "root"}); });
+  expect_refusal(ErrorKind::input, {"more than 64 folders deep"},
+                 [&] { list_sources({dir_.path() / "root"}, others); });
 }
 
 TEST_F(Tokens, TheKindIsThatOfTheName) {
@@ -239,13 +241,17 @@ TEST_F(Tokens, TheKindIsThatOfTheName) {
     paths.push_back(dir_.path() / "kinds" / name);
   }
   write_file(dir_.path() / "kinds" / "g.json", "x");
-  for (const auto& sources : {list_sources(paths), list_sources({dir_.path() / "kinds"})}) {
+  OtherFiles named, walked;
+  for (const auto& sources : {list_sources(paths, named), list_sources({dir_.path() / "kinds"}, walked)}) {
     ASSERT_EQ(sources.size(), std::size(kinds));
     for (std::size_t i = 0; i < sources.size(); ++i) {
       EXPECT_EQ(sources[i].path, paths[i]);
       EXPECT_EQ(sources[i].kind, kinds[i].second) << kinds[i].first;
     }
   }
+  EXPECT_EQ(named.count, 0);
+  EXPECT_EQ(walked.count, 1);
+  EXPECT_EQ(walked.first, dir_.path() / "kinds" / "g.json");
 }
 
 // A record may be passed over because of what it is, never because of what became of it.
