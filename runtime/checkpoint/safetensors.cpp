@@ -54,7 +54,8 @@ bool ends_with(std::string_view text, std::string_view suffix) {
   fail_input(folder.string(), missing + ": not a Hugging Face model folder");
 }
 
-std::vector<HeaderEntry> read_header(const File& file, const std::filesystem::path& path, std::uint64_t& data_start) {
+std::vector<HeaderEntry> read_header(const File& file, const std::filesystem::path& path, std::uint64_t& data_start,
+                                     std::map<std::string, std::string>& metadata) {
   const std::string where = path.string();
   const std::uint64_t size = file_size(file, path);
   std::byte head[32] = {};
@@ -75,7 +76,7 @@ std::vector<HeaderEntry> read_header(const File& file, const std::filesystem::pa
   std::string json(length, '\0');
   read_exactly(file, path, 8, std::as_writable_bytes(std::span(json.data(), json.size())));
   data_start = 8 + length;
-  return parse_safetensors_header(json, size - data_start, where);
+  return parse_safetensors_header(json, size - data_start, where, &metadata);
 }
 
 float from_bf16(std::uint16_t bits) {
@@ -113,6 +114,7 @@ struct Checkpoint::Impl {
   std::filesystem::path folder;
   std::vector<std::filesystem::path> paths;
   std::vector<File> files;
+  std::map<std::string, std::string> metadata;  // of the last of them
   std::map<std::string, TensorEntry, std::less<>> tensors;
   std::map<std::string, RawTensor, std::less<>> raw;     // of every type
   std::map<std::string, RawTensor, std::less<>> stored;  // without what makes quantised weights
@@ -139,7 +141,7 @@ struct Checkpoint::Impl {
     files.push_back(open_beneath(folder, name));
     std::uint64_t data_start = 0;
     std::size_t found = 0;
-    for (HeaderEntry& entry : read_header(files.back(), paths.back(), data_start)) {
+    for (HeaderEntry& entry : read_header(files.back(), paths.back(), data_start, metadata)) {
       if (wanted != nullptr && wanted->count(entry.name) == 0) continue;
       ++found;
       RawTensor tensor{.dtype = std::move(entry.dtype),
@@ -261,6 +263,12 @@ const std::vector<std::filesystem::path>& Checkpoint::files() const {
 const std::filesystem::path& Checkpoint::folder() const {
   return impl_->folder;
 }
+
+std::string Checkpoint::base_weights() const {
+  const auto found = impl_->metadata.find(kBaseWeights);
+  return found == impl_->metadata.end() ? "" : found->second;
+}
+
 const std::map<std::string, RawTensor, std::less<>>& Checkpoint::stored() const {
   return impl_->stored;
 }

@@ -51,6 +51,8 @@ class Checkpoint {
   const std::map<std::string, TensorEntry, std::less<>>& tensors() const;
   const std::vector<std::filesystem::path>& files() const;
   const std::filesystem::path& folder() const;
+  // CheckpointWriter::Adapter::base_weights of the file of open_file(); empty if it says nothing.
+  std::string base_weights() const;
   // Tensors of every type as they lie in the files, without the parts of quantised weights.
   const std::map<std::string, RawTensor, std::less<>>& stored() const;
   // Bytes [offset, offset + out.size()) of one of them.
@@ -104,7 +106,10 @@ class CheckpointWriter {
   CheckpointWriter(std::filesystem::path folder, std::vector<TensorHeader> tensors,
                    std::uint64_t shard_bytes = std::uint64_t{5} << 30);
   // With PEFT's names: one file, adapter_model.safetensors, and adapter_config.json. Other files in the folder stay.
-  struct Adapter {};
+  struct Adapter {
+    std::string base_weights =
+        {};  // hash_text() of the weights_hash() of the model that they are for; empty: not known
+  };
   CheckpointWriter(std::filesystem::path folder, std::vector<TensorHeader> tensors, Adapter);
   ~CheckpointWriter();
   // `before` is called before each piece of a weights file is written or read back.

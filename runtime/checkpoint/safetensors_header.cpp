@@ -83,7 +83,8 @@ class EntryReader {
 }  // namespace
 
 std::vector<HeaderEntry> parse_safetensors_header(std::string_view json, std::uint64_t data_bytes,
-                                                  const std::string& where) {
+                                                  const std::string& where,
+                                                  std::map<std::string, std::string>* metadata) {
   if (json.empty() || json.front() != '{')
     fail_input(where, "is not a safetensors file: its header does not start with {");
   const Json root = parse_json(json, where, 8);
@@ -94,6 +95,7 @@ std::vector<HeaderEntry> parse_safetensors_header(std::string_view json, std::ui
       const bool texts =
           value.is_object() && std::all_of(value.begin(), value.end(), [](const Json& v) { return v.is_string(); });
       if (!texts) fail_input(where, "has a __metadata__ that is not an object of strings");
+      if (metadata != nullptr) *metadata = value.get<std::map<std::string, std::string>>();
       continue;
     }
     const EntryReader reader(where, name);

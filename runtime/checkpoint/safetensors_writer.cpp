@@ -15,6 +15,7 @@
 #include "runtime/base/sequential_file.h"
 #include "runtime/base/strict_json.h"
 #include "runtime/checkpoint/safetensors.h"
+#include "runtime/checkpoint/safetensors_header.h"
 
 namespace tierflow {
 namespace {
@@ -84,7 +85,7 @@ struct CheckpointWriter::Impl {
   std::uint64_t total = 0;
   std::size_t shard = 0, tensor = 0;
   std::uint64_t in_tensor = 0;
-  std::string not_finite;
+  std::string not_finite, base_weights;
   std::optional<SequentialFile> file;
   BeforeMove before_move;
   std::set<std::filesystem::path> temporaries, in_place;
@@ -145,6 +146,7 @@ struct CheckpointWriter::Impl {
     const Shard& current = shards[shard];
     Json header;
     header["__metadata__"]["format"] = "pt";
+    if (!base_weights.empty()) header["__metadata__"][kBaseWeights] = base_weights;
     std::uint64_t offset = 0;
     for (std::size_t i = current.first; i < current.last; ++i) {
       header[tensors[i].name] = {{"dtype", dtype_name(tensors[i])},
@@ -226,9 +228,10 @@ CheckpointWriter::CheckpointWriter(std::filesystem::path folder, std::vector<Ten
   impl_->begin(std::move(folder), std::move(tensors), shard_bytes);
 }
 
-CheckpointWriter::CheckpointWriter(std::filesystem::path folder, std::vector<TensorHeader> tensors, Adapter)
+CheckpointWriter::CheckpointWriter(std::filesystem::path folder, std::vector<TensorHeader> tensors, Adapter adapter)
     : impl_(std::make_unique<Impl>()) {
   impl_->adapter = true;
+  impl_->base_weights = std::move(adapter.base_weights);
   impl_->begin(std::move(folder), std::move(tensors), UINT64_MAX);
 }
 

@@ -1,8 +1,11 @@
 #include "runtime/checkpoint/weights_hash.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "io/checksum.h"
+#include "runtime/checkpoint/source_folder.h"
 
 namespace tierflow {
 
@@ -26,6 +29,18 @@ std::uint64_t weights_hash(const Checkpoint& checkpoint, const std::set<std::str
     }
   }
   return io::content_hash(std::as_bytes(std::span(hashes)));
+}
+
+std::uint64_t weights_hash(const std::filesystem::path& folder, const std::string& as) {
+  const auto checkpoint = std::make_shared<const Checkpoint>(Checkpoint::open(folder));
+  std::set<std::string> copied;
+  for (const TensorHeader& header : SourceFolder(read_folder_spec(folder, Tiling::none(), as), checkpoint).headers())
+    copied.insert(header.name);
+  return weights_hash(*checkpoint, copied);
+}
+
+std::string hash_text(std::uint64_t hash) {
+  return fmt::format("{:016x}", hash);
 }
 
 }  // namespace tierflow

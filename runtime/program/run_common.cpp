@@ -67,6 +67,15 @@ Model training_model(const TrainOptions& options, const ModelSpec& spec) {
   return loss_rule(options).pairs() ? without_dropout(model) : model;
 }
 
+void say_if_for_other_weights(const std::filesystem::path& adapter, const std::filesystem::path& model,
+                              const std::string& as, TrainingLog& log) {
+  if (adapter.empty() || !is_for_other_weights(adapter, model, as)) return;
+  log.say(fmt::format(
+      "warning: the adapters of {} were trained over other weights than those of {}: over another model, or "
+      "over one that was trained or quantised since",
+      printable(adapter.string()), printable(model.string())));
+}
+
 void say_if_bytes_are_tokens(const DataOptions& options, TrainingLog& log) {
   if (options.lacks_tokenizer.empty()) return;
   log.say(

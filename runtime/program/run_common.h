@@ -19,6 +19,9 @@ Model load_with(const std::filesystem::path& model, const std::filesystem::path&
                 const std::string& base_precision, const std::string& as);
 // The model that the options train. spec: training_spec(options).
 Model training_model(const TrainOptions& options, const ModelSpec& spec);
+// Warns where a folder of adapters, if one is named, is for other weights than those of the model.
+void say_if_for_other_weights(const std::filesystem::path& adapter, const std::filesystem::path& model,
+                              const std::string& as, TrainingLog& log);
 // Warns of DataOptions::lacks_tokenizer.
 void say_if_bytes_are_tokens(const DataOptions& options, TrainingLog& log);
 // The data, prepared; what became of them is said.

@@ -9,7 +9,6 @@
 
 #include "io/checksum.h"
 #include "runtime/base/exception.h"
-#include "runtime/checkpoint/source_folder.h"
 #include "runtime/checkpoint/weights_hash.h"
 #include "runtime/program/loss_options.h"
 
@@ -17,15 +16,16 @@ namespace tierflow {
 
 using nlohmann::json;
 
+namespace {
+
+constexpr const char* kModel = "model";
+
+}  // namespace
+
 std::optional<std::uint64_t> hash_of_weights(const TrainOptions& options, const ModelSpec& spec, bool resumed) {
   if (!options.config.empty()) return {};
   try {
-    const auto checkpoint = std::make_shared<const Checkpoint>(Checkpoint::open(options.model));
-    std::set<std::string> copied;
-    for (const TensorHeader& header :
-         SourceFolder(read_folder_spec(options.model, Tiling::none(), spec.read_as), checkpoint).headers())
-      copied.insert(header.name);
-    return weights_hash(*checkpoint, copied);
+    return weights_hash(options.model, spec.read_as);
   } catch (const Exception&) {
     if (!resumed) throw;
     return {};
@@ -46,7 +46,7 @@ std::string run_identity(const TrainOptions& options, std::uint64_t data, std::o
   if (loss_rule(options).pairs())  // whose data are no other run's
     identity.update({{"loss", options.loss}, {"beta", options.beta}, {"simpo-gamma", options.simpo_gamma}});
   if (base_is_reference) identity["reference"] = "base";
-  if (weights) identity["model"] = fmt::format("{:016x}", *weights);
+  if (weights) identity[kModel] = hash_text(*weights);
   if (teacher)
     identity.update({{"distill", fmt::format("{:016x}", *teacher)},
                      {"kd-alpha", options.kd.alpha},
@@ -58,9 +58,14 @@ std::string run_identity(const TrainOptions& options, std::uint64_t data, std::o
 std::string with_weights_of(const std::string& then, const std::string& now) {
   const json before = json::parse(then, nullptr, false);
   json made = json::parse(now);
-  made.erase("model");
-  if (before.is_object() && before.contains("model")) made["model"] = before["model"];
+  made.erase(kModel);
+  if (before.is_object() && before.contains(kModel)) made[kModel] = before[kModel];
   return made.dump();
+}
+
+std::string weights_of_run(const std::string& identity) {
+  const json run = json::parse(identity, nullptr, false);
+  return run.is_object() && run.contains(kModel) && run[kModel].is_string() ? run[kModel].get<std::string>() : "";
 }
 
 namespace {
@@ -168,11 +173,11 @@ void expect_same_run(const std::string& then, const std::string& now, const Fold
   std::string what;
   for (const auto& [option, value] : wanted.items()) {
     const json had = had_then(option);
-    if (had == value || (option == "data" && cut_otherwise) || (option == "model" && had.is_null())) continue;
+    if (had == value || (option == "data" && cut_otherwise) || (option == kModel && had.is_null())) continue;
     if (!what.empty()) what += " and ";
     what += option == "data"
                 ? "other --data (or another tokenizer, --held-out, --packing, --train-on or another option of the data)"
-            : option == "model"   ? "other weights in --model"
+            : option == kModel    ? "other weights in --model"
             : option == "distill" ? (had.is_null() ? "no --distill" : "another file of --distill")
                                   : fmt::format("--{} {}, not {}", option, had.dump(), value.dump());
     if (option == "distill" && had.is_null()) break;  // nor what belongs to it

@@ -23,6 +23,9 @@ std::string run_identity(const TrainOptions& options, std::uint64_t data, std::o
 // be asked. Both are of expect_same_run().
 std::string with_weights_of(const std::string& then, const std::string& now);
 
+// What a run_identity() says of them, or empty.
+std::string weights_of_run(const std::string& identity);
+
 // Of what effective_configuration() says, but for --resume, --fresh and --go-back: it tells what one command left from
 // what another did.
 std::string configuration_hash(const std::string& effective);

@@ -14,6 +14,7 @@
 #include "runtime/planning/export_request.h"
 #include "runtime/planning/left_store.h"
 #include "runtime/planning/stored_model.h"
+#include "runtime/program/run_common.h"
 #include "runtime/program/run_identity.h"
 #include "runtime/program/train.h"
 #include "runtime/program/training_log.h"
@@ -294,7 +295,7 @@ int run_export(const ExportOptions& options) {
           "the run wrote its model there, and it is not there: the run sees other folders, as one in a container does");
     return said(fmt::format(", the model after step {}", *step));
   }
-  expect_left_store(options.storage);
+  const LeftStore left = expect_left_store(options.storage);
   ResultFolder out(options.out);
   std::string whole;  // the file that says so
   {
@@ -307,7 +308,8 @@ int run_export(const ExportOptions& options) {
     if (model.source && fs::is_directory(model.source->folder, ignored))
       CompanionFiles(model.source->folder).copy_to(out.path());
   }
-  const std::string broken = export_store(options.storage, options.out, log.stoppable_progress());
+  const std::string broken =
+      export_store(options.storage, options.out, log.stoppable_progress(), weights_of_run(left.run));
   warn_of_not_finite(broken, log);
   if (whole.empty()) {  // then the mark of begin() stays until here
     fs::remove(out.path() / (std::string(kModelLast) + ".partial"));
@@ -321,6 +323,7 @@ int run_merge(const MergeOptions& options) {
   watch_signals();
   const fs::path model = options.model.empty() ? named_base(options.adapter) : options.model;
   TrainingLog log({}, false);
+  say_if_for_other_weights(options.adapter, model, options.read_as, log);
   warn_of_not_finite(merge_model(model, options.adapter, options.out, log.stoppable_progress(), options.read_as), log);
   log.say("result: " + fs::absolute(options.out).string());
   return 0;

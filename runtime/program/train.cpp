@@ -190,6 +190,7 @@ class Training {
       session.embedding_part = left_.embedding_part;
     }
     write_limit_ = session.write_limit;
+    if (!left_.resumable) say_if_for_other_weights(options_.adapter, options_.model, options_.read_as, log_);
     announce_device(options_, session, log_);
     forecast_.choose(session, steps_);
     const AdamW adamw{.lr = highest_lr(options_),

@@ -9,6 +9,8 @@
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/init.h"
 #include "runtime/checkpoint/source_folder.h"
+#include "runtime/checkpoint/weights_hash.h"
+#include "runtime/session/session.h"
 
 namespace tierflow {
 namespace {
@@ -65,6 +67,11 @@ std::size_t product(const std::vector<std::int64_t>& shape) {
 AdapterFolder open_adapter(const fs::path& folder) {
   return {.config = read_adapter_config(folder),
           .weights = std::make_shared<const Checkpoint>(Checkpoint::open_file(folder, kWeights))};
+}
+
+bool is_for_other_weights(const fs::path& adapter, const fs::path& base, const std::string& as) {
+  const std::string then = Checkpoint::open_file(adapter, kWeights).base_weights();
+  return !then.empty() && then != hash_text(weights_hash(base, as));
 }
 
 void AdapterReader::read(const TensorSpec& tensor, std::uint64_t first, std::span<float> out) {
@@ -153,7 +160,8 @@ void check_adapters(const ModelSpec& spec, const Checkpoint& weights, const Weig
   for (const TensorSpec* tensor : saved) expect_values_of_base(*tensor, weights, base);
 }
 
-std::string write_adapter(const ModelSpec& spec, const fs::path& base, const fs::path& folder, const MasterOf& master) {
+std::string write_adapter(const ModelSpec& spec, const fs::path& base, const std::string& base_weights,
+                          const fs::path& folder, const MasterOf& master) {
   struct Tensor {
     TensorHeader header;
     std::vector<std::pair<int, int>> parts;  // unit and tensor: rows one after the other, or
@@ -189,7 +197,7 @@ std::string write_adapter(const ModelSpec& spec, const fs::path& base, const fs:
     headers.push_back(tensor.header);
     headers.back().name = name_in_whole_model(spec, tensor.header.name);
   }
-  CheckpointWriter writer(folder, headers, CheckpointWriter::Adapter{});
+  CheckpointWriter writer(folder, headers, CheckpointWriter::Adapter{base_weights});
   for (const Tensor& tensor : tensors) {
     if (!tensor.turned.empty()) {
       std::vector<float> all(product(tensor.turned));

@@ -49,8 +49,9 @@ class AdapterReader {
 using MasterOf = std::function<void(int unit, int tensor, const UseMaster& use)>;
 // Session::export_adapter, from wherever the masters are. Of what is trained whole no more is in memory than MasterOf
 // hands on at once; of adapters one factor, or two where the folder has them side by side (turned_factor_bytes()).
+// base, base_weights: the model they are for and its CheckpointWriter::Adapter::base_weights, as far as they are known.
 // Returns what Session::export_adapter() returns.
-std::string write_adapter(const ModelSpec& spec, const std::filesystem::path& base, const std::filesystem::path& folder,
-                          const MasterOf& master);
+std::string write_adapter(const ModelSpec& spec, const std::filesystem::path& base, const std::string& base_weights,
+                          const std::filesystem::path& folder, const MasterOf& master);
 
 }  // namespace tierflow

@@ -3,6 +3,7 @@
 
 #include "runtime/base/exception.h"
 #include "runtime/checkpoint/init.h"
+#include "runtime/checkpoint/weights_hash.h"
 #include "runtime/session/adapter_folder.h"
 #include "runtime/session/adapter_init.h"
 #include "runtime/session/own_layers.h"
@@ -67,14 +68,27 @@ Model with_adapters(const Model& base, const fs::path& folder) {
   return adapter.config.dora ? with_lengths(std::move(model), base, false) : model;
 }
 
+namespace {
+
+// Of a model's folder; empty where it is none that can be read here, as a name on the hub.
+std::string hash_of(const fs::path& base, const std::string& as) {
+  try {
+    return base.empty() ? "" : hash_text(weights_hash(base, as));
+  } catch (const Exception&) {
+    return "";
+  }
+}
+
+}  // namespace
+
 std::string Session::export_adapter(const fs::path& folder, const fs::path& base) {
   impl_->expect_first_values();
   const ModelSpec& spec = impl_->model->spec();
   if (!is_written_beside_base(spec)) fail_usage("the model has no adapters: export_hf() writes it");
   impl_->flush();
-  return write_adapter(spec, base, folder, [this](int unit, int tensor, const UseMaster& use) {
-    impl_->state->read_master(unit, tensor, use);
-  });
+  return write_adapter(
+      spec, base, hash_of(base, spec.read_as), folder,
+      [this](int unit, int tensor, const UseMaster& use) { impl_->state->read_master(unit, tensor, use); });
 }
 
 }  // namespace tierflow

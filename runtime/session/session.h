@@ -288,11 +288,18 @@ std::string merge_adapter(const std::filesystem::path& base, const std::filesyst
 std::string merge_model(const std::filesystem::path& base, const std::filesystem::path& adapter,
                         const std::filesystem::path& folder, const Progress& progress = {}, const std::string& as = "");
 
+// Whether a folder of adapters that export_adapter() wrote was trained over other weights than those of this model, by
+// some values of each tensor. False where the folder does not say, as those of PEFT. as: as in read_model_spec().
+// Throws Exception (kind input) if one of them cannot be read.
+bool is_for_other_weights(const std::filesystem::path& adapter, const std::filesystem::path& base,
+                          const std::string& as = "");
+
 // Writes the committed state of a store: of a session's store the weights as an HF folder, or the adapters as a PEFT
 // folder; of a Python script's store what the script recorded about its model (script_model.h). Returns what
 // Session::export_hf() returns. Throws Exception (kind input) if the folder from which the result takes other parts
-// does not exist, or has changed.
+// does not exist, or has changed. base_weights: hash_text() of the weights_hash() of the model that adapters are for,
+// as far as it is known.
 std::string export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
-                         const Progress& progress = {});
+                         const Progress& progress = {}, const std::string& base_weights = "");
 
 }  // namespace tierflow

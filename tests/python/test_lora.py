@@ -52,6 +52,18 @@ def test_the_result_is_peft_s_folder_and_the_base_stays_as_it_is(work, base):
     assert not (work / "whole" / "adapter_config.json").exists()
 
 
+def test_adapters_for_other_weights_are_said(work, base):
+    run(work, *LORA, "--steps", "1", "--out", "out", *small())
+    run(work, "init", "--config", "config.json", "--seed", "1", "--out", "other")
+    for words in (["eval", "--data", "text.txt", "--max-sequences", "1", *small()], ["merge", "--out"], ["train", "--method", "lora", "--data", "text.txt", "--steps", "1", *small(), "--out"]):
+        for model, warned in (("base", False), ("other", True)):
+            out = [f"{words[0]}-{model}"] if words[-1] == "--out" else []
+            done = run(work, *words, *out, "--model", model, "--adapter", "out")
+            assert ("warning: the adapters of out were trained over other weights than those of other" in done.stderr) == warned, (words, done.stderr)
+    peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(work / "other"), work / "out").save_pretrained(work / "resaved")
+    assert "other weights" not in run(work, "merge", "--model", "other", "--adapter", "resaved", "--out", "whole").stderr  # PEFT's does not say
+
+
 def test_modules_that_are_saved_go_beside_the_adapters_and_into_the_whole_model(work, base):
     words = [*LORA, "--steps", "8", "--modules-to-save", "embed_tokens,lm_head,norm"]
     run(work, *words, "--out", "out", *small("--storage", "store", "--host-memory", "1MiB"))

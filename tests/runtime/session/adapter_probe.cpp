@@ -135,7 +135,7 @@ torch::Tensor logits_in_fp32(const tierflow::Model& model, const torch::Tensor& 
 void write_gradients(const tierflow::Model& model, const tierflow::MicroBatch& tokens, const std::string& folder) {
   tierflow::testing::ResidentModel m = in_fp32(model);
   m.forward_backward(tokens, 1.0 / static_cast<double>(tokens.target_tokens()));
-  tierflow::write_adapter(model.spec(), {}, folder, [&](int unit, int tensor, const tierflow::UseMaster& use) {
+  tierflow::write_adapter(model.spec(), {}, "", folder, [&](int unit, int tensor, const tierflow::UseMaster& use) {
     const torch::Tensor& gradient = m.gradients[static_cast<std::size_t>(unit)][static_cast<std::size_t>(tensor)];
     use({gradient.data_ptr<float>(), static_cast<std::size_t>(gradient.numel())});
   });
