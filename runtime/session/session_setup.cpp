@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "runtime/base/machine.h"
 #include "runtime/planning/left_store.h"
@@ -28,6 +29,23 @@ bool same_adapter(const nlohmann::json& a, const nlohmann::json& b) {
   if (a == b || !a.is_string() || !b.is_string()) return a == b;
   return parse_adapter_config(a.get<std::string>(), "the state's adapter") ==
          parse_adapter_config(b.get<std::string>(), "the adapter");
+}
+
+// What differs, by PEFT's names: " (r 4, not 8; init_lora_weights)", with the values where they are short. Empty if one
+// of them is not an adapter.
+std::string differing_fields(const nlohmann::json& a, const nlohmann::json& b) {
+  constexpr std::size_t kShort = 48;  // characters of both
+  if (!a.is_string() || !b.is_string()) return "";
+  const auto then = nlohmann::json::parse(a.get<std::string>()), now = nlohmann::json::parse(b.get<std::string>());
+  std::ostringstream fields;
+  for (const auto& [name, value] : now.items()) {
+    const auto before = then.value(name, nlohmann::json());
+    if (before == value) continue;
+    const std::string had = before.dump(), has = value.dump();
+    fields << (fields.tellp() == 0 ? " (" : "; ") << name;
+    if (had.size() + has.size() <= kShort) fields << " " << had << ", not " << has;
+  }
+  return fields.tellp() == 0 ? "" : fields.str() + ")";
 }
 
 constexpr std::uint64_t kBeyondBudget = 128 << 20;  // what measuring may take where the budget is too small anyway
@@ -185,7 +203,10 @@ void Session::Impl::check_resumed(const std::string& identity) const {
                          : std::string_view(key).starts_with("base") ? "base's precision"
                          : key == std::string("trainable")           ? "choice of what is trained"
                                                                      : key) +
-             " is not this one's");
+             " is not this one's" +
+             (key == std::string("adapter") && then.is_object()
+                  ? differing_fields(then.value(key, nlohmann::json()), now.value(key, nlohmann::json()))
+                  : ""));
 }
 
 void Session::Impl::restore(const Progress& progress) {

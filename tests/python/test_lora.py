@@ -170,7 +170,7 @@ def test_what_a_stopped_run_left_is_exported_as_the_adapters(work, base):
     assert (work / "exported" / "adapter_model.safetensors").read_bytes() == (work / "whole" / "adapter_model.safetensors").read_bytes()
     # Another rank is another run.
     other = [word if word != "4" else "8" for word in words]
-    assert "its adapter is not this one's" in the_error(run(work, *other, ok=False).stderr)
+    assert "its adapter is not this one's (r 4, not 8): go on as" in the_error(run(work, *other, ok=False).stderr)
 
 
 def test_adapters_that_are_there_are_gone_on_with(work, base):
