@@ -140,3 +140,20 @@ def _kind(value: Any) -> str:
 
 def storages(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [tensor.untyped_storage()._cdata for tensor in tensors]
+
+
+def is_empty(cache: Any) -> bool:
+    """Whether a key-value cache of transformers has nothing yet. That of linear attention does not say."""
+    try:
+        return cache.get_seq_length() == 0
+    except (ValueError, NotImplementedError, IndexError):
+        return False
+
+
+def expect_no_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Ahead of a transformers model's forward. Raises UsageError for a cache that would stay empty, so that the next call saw its own tokens alone."""
+    if not torch.is_grad_enabled() or (cache := kwargs.get("past_key_values")) is None or not hasattr(cache, "get_seq_length") or not is_empty(cache):
+        return
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    if any(value.requires_grad for value in given) or any(p.requires_grad for p in module.parameters()):
+        raise _native.UsageError("a cache stays empty while gradients are on, since the backward computes each call again: call the model under torch.no_grad(), or without past_key_values")

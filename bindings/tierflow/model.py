@@ -24,11 +24,12 @@ from .copies import let_copy
 from .engine import Engine
 from .folders import expect_model_folder, written_to
 from .fused import say_what_is_fused
+from .inputs import expect_no_cache
 from .isolation import watch
 from .keys import saved_as
 from .loss import fuse_loss
 from .optim import skipped_steps
-from .parameter import StreamedParameter
+from .parameter import StreamedParameter, note_replaced
 from .recorded import know_shared_keys
 from .stored import StoredModel
 from .units import Cut, check_real, cut, init_empty, move_buffers
@@ -118,6 +119,9 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
     options = plan.options() | ({"run": _run_of(module, plan, fused_layers, _weights_of(cut_, tensors, checkpoint))} if plan.budget.durable else {})
     native = _native.Streamer(units, turns, tensors, str(checkpoint) if checkpoint is not None else "", stored, options, log.warning)
     engine = Engine(module, cut_, native, plan.device, int(parse_size(plan.budget.device) * plan.budget.activations), fused_layers)
+    for unit in cut_.units:
+        for tensor in unit.tensors:
+            note_replaced(tensor.parameter)
     engine.durable, engine.storage = int(plan.budget.durable), [str(folder) for folder in plan.budget.storage]
     object.__setattr__(module, "_tierflow", engine)
     move_buffers(module, engine.device)
@@ -343,6 +347,7 @@ def _fit_transformers(module: Any, engine: Engine) -> None:
     if config is None or not hasattr(module, "save_pretrained"):
         return
     know_shared_keys()
+    module.register_forward_pre_hook(expect_no_cache, with_kwargs=True)
     for part, of in _caching(config).items():
         if getattr(of, "use_cache", None):
             of.use_cache = False

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import _native
 from .engine import Engine
-from .parameter import StreamedParameter
+from .parameter import StreamedParameter, is_replaced
 
 log = logging.getLogger("tierflow")
 
@@ -23,7 +23,10 @@ _made: weakref.WeakSet[AdamW] = weakref.WeakSet()
 
 
 def _refuse_others(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Before the step of any optimizer: one that is not made for streamed parameters would keep its state in RAM, in bf16."""
+    """Before the step of any optimizer: one that is not made for streamed parameters would keep its state in RAM, in bf16; one of parameters that the model had before
+    tierflow.wrap() would train nothing."""
+    if any(is_replaced(p) for group in optimizer.param_groups for p in group["params"]):
+        raise _native.UsageError("the optimizer was made before tierflow.wrap(), and has parameters that the model no longer has: make it from model.parameters() after wrap()")
     if isinstance(getattr(optimizer, "optimizer", optimizer), AdamW):  # accelerate's wrapper has it inside
         return
     if any(isinstance(p, StreamedParameter) and p.requires_grad for group in optimizer.param_groups for p in group["params"]):

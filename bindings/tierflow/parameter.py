@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import torch
@@ -160,6 +161,20 @@ class FetchedView(torch.Tensor):
 
     def __repr__(self, *, tensor_contents=None):
         return repr(self.fetched)
+
+
+_before: dict[int, weakref.ref[Any]] = {}  # parameters in whose place streamed ones are, by id
+
+
+def is_replaced(parameter: Any) -> bool:
+    """Whether a streamed parameter took its place."""
+    found = _before.get(id(parameter))
+    return found is not None and found() is parameter
+
+
+def note_replaced(parameter: torch.Tensor) -> None:
+    number = id(parameter)
+    _before[number] = weakref.ref(parameter, lambda _: _before.pop(number, None))
 
 
 class StreamedParameter(_Streamed):

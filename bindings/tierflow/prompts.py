@@ -41,10 +41,14 @@ class Prompts:
         return self.tokenizer(texts[0], add_special_tokens=False)["input_ids"]
 
     def id_of_token(self, token):
+        """Of a token by its name in the vocabulary, or by its text, which may be another, as that of a line's end."""
         known = self.tokenizer.get_vocab().get(token)
-        if known is None:
+        if known is not None:
+            return known
+        ids = self.tokenizer(token, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
             raise Refusal(self.folder, f"has no token {shown(token)} in its tokenizer")
-        return known
+        return ids[0]
 
     def answer(self, request):
         if "prompts" in request:

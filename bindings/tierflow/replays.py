@@ -1,5 +1,5 @@
 """What a turn's forward depended on beside its inputs, so that the backward's recomputation finds the same: random numbers, train() and eval(), adapters that are
-switched on, buffers. What cannot be put back, such as weights that a step has changed, raises."""
+switched on, hooks, buffers. What cannot be put back, such as weights that a step has changed, raises. What is not known of is found by comparing results, and said."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from . import _native
 from .ambient import other_random_state, put_other_random, put_random, random_state, restored, same_other_random
+from .hooks import GONE, ModuleHooks, globals_put, is_of_a_library
 from .parameter import StreamedParameter
 from .protocols import ModuleTurn
 
 log = logging.getLogger("tierflow")
 _SMALL = 1 << 16  # elements of a buffer that is copied ahead of each forward, whether it changed in earlier ones or not
-_GONE = object()
+_SAMPLED = 256  # values of a result
 _VALUES = (int, float, bool, str, type(None))
-_libraries = ("torch.", "transformers.", "peft.", "accelerate.", "tierflow.")  # whose hooks keep nothing that a loss is made of
 _said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()  # by engine: what was said once
 
 
@@ -45,6 +46,7 @@ class Learned:
     buffers: set[tuple[int, str]] | None = None  # buffers likewise, by id of their module and name
     attributes: set[tuple[int, str]] | None = None  # numbers, words and switches likewise
     draws: bool | None = None  # random numbers that are not torch's
+    forwards: int = 0  # how many there were
     looked: bool = False  # at attributes, in a recomputation
 
 
@@ -107,8 +109,12 @@ class Moment:
         self.adapters = [(m._disable_adapters, _names(m._active_adapter)) for m in members.switched]
         self.weights = [turn.engine.versions[unit] for unit in turn.units]
         self.own = [version(p) for p in members.own]
+        self.others_in_place = turn.others_in_place()
+        self.hooks = ModuleHooks(members.modules)
+        self.sample: list[torch.Tensor] | None = None  # of the results, in some of the forwards
         self.buffers: list[tuple[nn.Module, str, torch.Tensor, int, torch.Tensor | None]] = []  # and the copy to put back
         self.attributes: list[tuple[nn.Module, str, Any]] = []
+        self.names: list[set[str]] = []  # of the attributes of each module, ahead of the first forward
         self.others: Any = None
         if plain and members.buffers:
             self._copy_buffers()
@@ -127,9 +133,11 @@ class Moment:
 
     def _copy_attributes(self) -> None:
         learned = self.learned.attributes
+        if learned is None:
+            self.names = [set(vars(module)) for module in self.members.modules]
         for module in self.members.modules:
             for name, value in vars(module).items():
-                if type(value) in _VALUES and name != "training" and (learned is None or (id(module), name) in learned):
+                if _is_looked_at(value) and name != "training" and (learned is None or (id(module), name) in learned):
                     self.attributes.append((module, name, value))
 
     def rewind(self) -> None:
@@ -138,7 +146,7 @@ class Moment:
         if self.others is not None:
             put_other_random(self.others)
         for module, name, value in self.attributes:
-            module.__dict__[name] = value
+            _put(module.__dict__, name, value)
         for module, name, buffer, _, copy in self.buffers:
             module._buffers[name] = buffer
             if copy is not None:
@@ -146,8 +154,11 @@ class Moment:
         self.buffers = []
         self._copy_buffers()
 
-    def ended(self) -> None:
+    def ended(self, outs: list[torch.Tensor]) -> None:
         """After the forward: only what changed in it stays."""
+        self.learned.forwards += 1
+        if self.plain and self.learned.forwards.bit_count() == 1:
+            self.sample = _sampled(outs)
         now = random_state(self.turn.engine.device)
         if torch.equal(self.random[0], now[0]) and (now[1] is None or torch.equal(self.random[1], now[1])):
             self.random = None
@@ -158,7 +169,10 @@ class Moment:
         if self.learned.attributes is None and not self.plain:
             return
         if self.learned.attributes is None:
-            self.learned.attributes = {(id(module), name) for module, name, value in self.attributes if _another(module.__dict__.get(name, _GONE), value)}
+            for module, names in zip(self.members.modules, self.names, strict=True):
+                made = [name for name, value in vars(module).items() if name not in names and _is_looked_at(value)]
+                self.attributes += [(module, name, GONE) for name in made]
+            self.learned.attributes = {(id(module), name) for module, name, value in self.attributes if _another(module.__dict__.get(name, GONE), value)}
         self.attributes = [entry for entry in self.attributes if (id(entry[0]), entry[1]) in self.learned.attributes]
         if not self.buffers:
             return
@@ -191,6 +205,10 @@ class Moment:
             why = "its weights were changed by step() or written"
         elif self.own != [version(p) for p in self.members.own]:
             why = "its parameters that do not stream were changed"
+        elif not _same(self.others_in_place, turn.others_in_place()):
+            why = "other tensors were put in the place of its parameters, or taken away (torch.func.functional_call)"
+        elif self.hooks.other_class():
+            why = "the forward() of a class of its modules was replaced"
         if why:
             raise _native.UsageError(
                 f"{turn.name}: {why} between a forward and its backward(), which computes the forward again: call backward() before, or make the forward once more after it"
@@ -200,7 +218,9 @@ class Moment:
     def again(self) -> Iterator[None]:
         """For the recomputation everything is as it was; afterwards as it is now. Raises UsageError where that cannot be."""
         self._expect_same()
-        puts: list[tuple[dict[str, Any], str, Any]] = []
+        puts: list[tuple[dict[str, Any], str, Any]] = [*self.hooks.put_back(), *globals_put(self.hooks.everywhere)]
+        if parametrize._cache_enabled:  # what it holds was computed without a graph
+            puts.append((vars(parametrize), "_cache_enabled", 0))
         if tuple([m.training for m in self.members.modules]) != self.modes:
             puts = [(module.__dict__, "training", training) for module, training in zip(self.members.modules, self.modes, strict=True)]
         for layer, (off, active) in zip(self.members.switched, self.adapters, strict=True):
@@ -220,25 +240,28 @@ class Moment:
                 puts.append((module._buffers, name, buffer))
         puts += [(module.__dict__, name, value) for module, name, value in self.attributes]
         others = other_random_state() if self.others is not None else None
-        undo = [(holder, name, holder.get(name, _GONE)) for holder, name, _ in puts]
+        undo = [(holder, name, holder.get(name, GONE)) for holder, name, _ in puts]
         with restored(self.random, self.turn.engine.device):
             try:
                 if others is not None:
                     put_other_random(self.others)
                 for holder, name, value in puts:
-                    holder[name] = value
+                    _put(holder, name, value)
                 yield
             finally:
                 if others is not None:
                     put_other_random(others)
                 for holder, name, value in undo:
-                    if value is _GONE:
-                        holder.pop(name, None)
-                    else:
-                        holder[name] = value
+                    _put(holder, name, value)
 
-    def look_at_attributes(self) -> None:
-        """After a recomputation, within it: says where the module left a tensor with a graph in an attribute."""
+    def look(self, outs: list[torch.Tensor]) -> None:
+        """After a recomputation, within it: says where it gave something else than the forward, and where the module left a tensor with a graph in an attribute."""
+        if self.sample is not None and (apart := _apart(self.sample, _sampled(outs))) and _first(self.turn, "apart"):
+            log.warning(
+                f"{self.turn.name}: the backward computes the forward again, and the result was another one ({apart:.1%} of it): gradients are of that. What a forward "
+                "goes by has to be torch's or numpy's own random numbers, buffers, or numbers in attributes: a generator, list or tensor of your own is not put back (said once)"
+            )
+        self.sample = None
         if self.learned.looked:
             return
         self.learned.looked = True
@@ -254,8 +277,41 @@ class Moment:
                     )
 
 
+def _is_looked_at(value: Any) -> bool:
+    return type(value) in _VALUES or type(value) is torch.Tensor
+
+
 def _another(now: Any, then: Any) -> bool:
-    return now is not then and (type(now) is not type(then) or now != then)
+    return now is not then and (type(now) is not type(then) or type(now) is torch.Tensor or now != then)
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _put(holder: dict[str, Any], name: str, value: Any) -> None:
+    if value is GONE:
+        holder.pop(name, None)
+    else:
+        holder[name] = value
+
+
+def _sampled(outs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Some values of each result."""
+    flat = [out.detach().reshape(-1) for out in outs if out.is_floating_point() and out.numel()]
+    return [each[:: max(1, each.numel() // _SAMPLED)].clone() for each in flat]
+
+
+def _apart(then: list[torch.Tensor], now: list[torch.Tensor]) -> float:
+    """How far results are from those of the forward, by more than other kernels explain; 0: they are as good as the same."""
+    most = 0.0
+    for a, b in zip(then, now, strict=len(then) == len(now)):
+        if a.shape != b.shape or torch.equal(a, b):
+            continue
+        apart = ((a.double() - b.double()).norm() / a.double().norm()).item()
+        if apart > (1e-4 if a.dtype in (torch.float32, torch.float64) else 1e-2) and apart > most:
+            most = apart
+    return most
 
 
 def _first(turn: ModuleTurn, what: str) -> bool:
@@ -272,7 +328,7 @@ def _say_hooks(turn: ModuleTurn, members: Members) -> None:
     for module in members.inner:
         if module._forward_hooks:
             for hook in module._forward_hooks.values():
-                if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith(_libraries) and _first(turn, "hook"):
+                if not is_of_a_library(hook) and _first(turn, "hook"):
                     log.warning(
                         f"{turn.name} has a forward hook on a module inside of it ({type(module).__name__}): it runs in the forward and again in the recomputation, and no "
                         "gradient comes through what it keeps; return that from the module, or hook what takes the turn (said once)"

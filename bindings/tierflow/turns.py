@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from . import _native
 from .ambient import autocast_as, autocast_state, without_cudnn_attention
 from .fused import Departs, Kept, Layer, layer_of
-from .inputs import PLAIN, Moved, There, became, contents, expect_no_gradient, expect_none_new, fill, filled, storages, tensors_in
+from .inputs import PLAIN, Moved, There, became, contents, expect_no_gradient, expect_none_new, fill, filled, is_empty, storages, tensors_in
 from .parameter import StreamedParameter
 from .protocols import TurnTaker
 from .recorded import Recorded
@@ -38,8 +38,10 @@ class Turn:
         inside = {id(m) for m in self.module.modules()}
         self.places = [[(m, name) for m, name in places if id(m) in inside] for places in self.places]
         self.recurrent = [m for m in self.module.modules() if isinstance(m, nn.RNNBase)]
-        self.bound: list[tuple[nn.Module, str, Any, Any]] = []  # what bind() put where, in the place of which handle
+        self.bound: list[tuple[nn.Module, str, Any, Any, int]] = []  # what bind() put where, in the place of which handle, and its version
+        self.written = ""  # one of them that was written
         self.replaced = ""  # why the turn cannot be taken any more
+        self.grows = False  # what a hook adds needs a gradient, though nothing of the module does
         self.layer = layer_of(self) if engine.fused_layers else None
         self.forward = self.module.forward
         self.module.forward = self.run  # type: ignore[method-assign]
@@ -51,7 +53,7 @@ class Turn:
 
     def fused(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """What the turn's fused layer computes a call from; None where the module's own code has to run."""
-        if self.layer is None:
+        if self.layer is None or self.others_in_place():
             return None
         try:
             return self.layer.operands(args, kwargs)
@@ -61,7 +63,7 @@ class Turn:
             return None
 
     def trains(self) -> bool:
-        return any(handle.requires_grad for handle in self.handles) or any(p.requires_grad for p in self.module.parameters())
+        return self.grows or any(handle.requires_grad for handle in self.handles) or any(p.requires_grad for p in self.module.parameters())
 
     def gradient_units(self) -> list[bool]:
         """Which units get gradients now."""
@@ -77,20 +79,34 @@ class Turn:
             wanted.append(asks)
         return wanted
 
+    def others_in_place(self) -> list[Any]:
+        """What stands where its streamed parameters belong."""
+        return [held for handle, places in zip(self.handles, self.places, strict=True) for m, name in places if (held := m._parameters.get(name)) is not handle]
+
     def bind(self, weights: list[Any]) -> None:
         """Puts the weights where the module looks for its parameters, and as such: what takes one out and puts it back (a parametrization) finds its place again."""
-        self.unbind()  # what a Ctrl-C in unbind() left
+        self._take_back()  # what a Ctrl-C in unbind() left
         for handle, places, weight in zip(self.handles, self.places, weights, strict=True):
             weight._is_param = True
             for module, name in places:
                 if module._parameters.get(name) is handle:  # the user may have put a parameter of his own there
-                    self.bound.append((module, name, handle, weight))  # first: a Ctrl-C may come between the two
+                    self.bound.append((module, name, handle, weight, version(weight)))  # first: a Ctrl-C may come between the two
                     module._parameters[name] = weight
         self._tell_recurrent()
 
     def unbind(self) -> None:
-        """Puts the handles back. Raises UsageError where a place has something else by now: it may refer to memory that the next visit reuses."""
-        for module, name, handle, weight in self.bound:
+        """Puts the handles back. Raises UsageError where a place has something else by now: it may refer to memory that the next visit reuses; and for a weight that
+        was written, which the next visit would not find."""
+        if self._take_back():
+            raise _native.UsageError(
+                f"{self.written} was written while its module ran, which is lost (nn.Embedding(max_norm=...) does that, too): write it between steps, or keep what a "
+                "forward changes in a buffer"
+            )
+
+    def _take_back(self) -> bool:
+        written = [handle.label for _, _, handle, weight, before in self.bound if version(weight) != before]
+        self.written = written[0] if written else ""
+        for module, name, handle, weight, _ in self.bound:
             held: dict[str, Any] = module._parameters
             if held.get(name) is weight:
                 held[name] = handle
@@ -102,6 +118,7 @@ class Turn:
         self._tell_recurrent()
         if self.replaced:
             raise _native.UsageError(self.replaced)
+        return bool(written)
 
     def _tell_recurrent(self) -> None:
         for module in self.recurrent:
@@ -143,6 +160,7 @@ class Frame:
         self.kept: Kept | None = None
         for i in self.where:
             self.leaves[i] = None
+        self.may_grow, self.in_lane = self.needs_graph, getattr(local, "lane", None) is not None
         self.needs_graph = self.needs_graph and (any(t.requires_grad for t in self.tensors) or turn.trains())
         if self.opaque and self.needs_graph:
             expect_no_gradient(turn.name, self.opaque)
@@ -163,9 +181,9 @@ class Frame:
             return leaf
         if self.needs_graph and hasattr(leaf, "get_seq_length") and hasattr(leaf, "update"):
             # A key-value cache: the recomputation would fill it a second time. An empty one changes nothing.
-            if leaf.get_seq_length() == 0:
+            if is_empty(leaf):
                 return None
-            raise _native.UsageError(f"{self.turn.name} was called with a filled cache while gradients are on: pass use_cache=False (PEFT's prefix tuning is such a cache, and does not train)")
+            raise _native.UsageError(f"{self.turn.name} was called with a cache while gradients are on: pass use_cache=False (PEFT's prefix tuning is such a cache, and does not train)")
         self.opaque.append(leaf)
         return leaf
 
@@ -175,13 +193,17 @@ class Frame:
 
     def call(self) -> Any:
         if not self.needs_graph:
-            with torch.no_grad(), self.turn.engine.turn(self.turn, "evaluate") as weights:
+            before = [version(t) for t in self.tensors]
+            with torch.set_grad_enabled(self.may_grow), self.turn.engine.turn(self.turn, "evaluate") as weights:
                 outs = self.compute(self.tensors, weights)
-        else:
-            always = torch.empty(0, requires_grad=True)
-            self.sink = get_gradient_edge(always).node
-            outs = _Visit.apply(self, always, *self.tensors)
-        return self.result(outs)
+            if not any(out.requires_grad for out in outs):
+                return self.result(outs)
+            self.turn.grows = self.needs_graph = True
+            if self.in_lane or self.opaque or self.fills or before != [version(t) for t in self.tensors]:
+                raise _native.UsageError(f"{self.turn.name}: a hook in it adds what needs a gradient, though nothing of the module does: make the forward once more")
+        always = torch.empty(0, requires_grad=True)
+        self.sink = get_gradient_edge(always).node
+        return self.result(_Visit.apply(self, always, *self.tensors))
 
     def compute(self, tensors: list[torch.Tensor], weights: list[torch.Tensor], keep: bool = False) -> list[torch.Tensor]:
         """Runs the module, its weights bound, on tensors in the place of those it was called with. keep: differentiate() follows."""
@@ -192,8 +214,6 @@ class Frame:
             beside: Any = None
         else:
             out, beside, given = self._run(tensors, keep)
-        if keep:
-            self.moment.ended()
         self.out_leaves, self.out_spec = tree_flatten((out, beside))
         self.out_where = [i for i, leaf in enumerate(self.out_leaves) if isinstance(leaf, torch.Tensor)]
         if keep and (len(self.out_where) < len(self.out_leaves) or self.opaque) and self.layer is None:
@@ -201,6 +221,8 @@ class Frame:
             if objects or self.opaque:
                 expect_none_new(self.turn.name, [*objects, *self.opaque], given)
         outs = [self.out_leaves[i] for i in self.out_where]
+        if keep:
+            self.moment.ended(outs)
         for i in self.out_where:
             self.out_leaves[i] = None
         owns = self.turn.engine.native.owns
@@ -310,7 +332,7 @@ class Frame:
             if self.layer is None:
                 with torch.enable_grad(), autocast_as(self.autocast):
                     outs = self.compute(inputs, weights)
-                self.moment.look_at_attributes()
+                self.moment.look(outs)
                 engine.activations.look()
             return self.differentiate(inputs, weights, outs, grads)
 

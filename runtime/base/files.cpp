@@ -56,9 +56,12 @@ File open_beneath(const std::filesystem::path& folder, const std::string& name) 
   if (!file && errno == EXDEV) {
     std::error_code ignored;
     const std::filesystem::path real = std::filesystem::canonical(folder, ignored);
-    if (!ignored && real.parent_path().filename() == "snapshots") {
-      File cache(open(real.parent_path().parent_path().c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
-      if (cache) file = File(open_resolved(cache.fd(), "snapshots/" + real.filename().string() + "/" + name));
+    std::filesystem::path snapshots = real.parent_path();
+    if (snapshots.filename() != "snapshots") snapshots = snapshots.parent_path();
+    if (!ignored && snapshots.filename() == "snapshots") {
+      const std::filesystem::path model = snapshots.parent_path();
+      File cache(open(model.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
+      if (cache) file = File(open_resolved(cache.fd(), (real.lexically_relative(model) / name).string()));
     } else {
       errno = EXDEV;
     }

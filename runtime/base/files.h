@@ -22,8 +22,8 @@ using File = io::Descriptor;
 File open_regular(const std::filesystem::path& path);
 
 // Opens the regular file `name` (one path component) in `folder` for reading. A symbolic link is followed only if it
-// stays inside the folder, or, in a folder of the Hugging Face cache (.../snapshots/REVISION), inside that model's
-// cache folder.
+// stays inside the folder, or, in a folder of the Hugging Face cache (.../snapshots/REVISION, or one in it), inside
+// that model's cache folder.
 File open_beneath(const std::filesystem::path& folder, const std::string& name);
 
 std::uint64_t file_size(const File& file, const std::filesystem::path& path);

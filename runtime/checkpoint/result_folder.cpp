@@ -36,6 +36,8 @@ constexpr std::array companions = {"tokenizer.json",
                                    "processor_config.json",
                                    "video_preprocessor_config.json",
                                    "tekken.json"};
+// A folder of further chat templates, as transformers saves those of a tokenizer that has several.
+constexpr const char* more_templates = "additional_chat_templates";
 constexpr std::string_view partial = ".partial";
 // The last file of a result, of a model or of adapters. There under its partial name from begin() on.
 constexpr std::array last_files = {"config.json", "adapter_config.json"};
@@ -53,8 +55,9 @@ bool is_code(std::string_view name) {
 }
 
 bool is_result_name(const std::string& name) {
-  return is_last(name) || is_code(name) || name == "tierflow_run.json" || name == "adapter_model.safetensors" ||
-         is_weights_name(name) || std::find(companions.begin(), companions.end(), name) != companions.end();
+  return is_last(name) || is_code(name) || name == more_templates || name == "tierflow_run.json" ||
+         name == "adapter_model.safetensors" || is_weights_name(name) ||
+         std::find(companions.begin(), companions.end(), name) != companions.end();
 }
 
 [[noreturn]] void refuse_content(const fs::path& path) {
@@ -84,7 +87,20 @@ struct ResultFiles {
 
   void remove() const {
     for (const auto* files : {&finished, &unfinished})
-      for (const fs::path& file : *files) unlink(file.c_str());
+      for (const fs::path& file : *files)
+        if (unlink(file.c_str()) != 0 && (errno == EISDIR || errno == EPERM) && file.filename() == more_templates)
+          remove_templates(file);
+  }
+
+ private:
+  static void remove_templates(const fs::path& folder) {
+    std::error_code ignored;
+    std::vector<fs::path> files;
+    for (fs::directory_iterator entry(folder, ignored), end; !ignored && entry != end; entry.increment(ignored))
+      files.push_back(entry->path());
+    for (const fs::path& file : files)
+      if (file.extension() == ".jinja" || file.extension() == partial) unlink(file.c_str());
+    rmdir(folder.c_str());
   }
 };
 
@@ -268,25 +284,42 @@ void ResultFolder::check_space(std::uint64_t bytes) const {
                      static_cast<double>(free) / 0x1p20, static_cast<double>(bytes) / 0x1p20));
 }
 
-CompanionFiles::CompanionFiles(fs::path folder) : folder_(folder.empty() ? "." : std::move(folder)) {
+CompanionFiles::CompanionFiles(fs::path folder, const fs::path& chat_template)
+    : folder_(folder.empty() ? "." : std::move(folder)) {
+  const auto add = [&](const fs::path& within, const std::string& name) {
+    const fs::path from = folder_ / within;
+    files_.push_back({within / name, open_beneath(from, name), from / name});
+  };
   std::set<std::string> names(companions.begin(), companions.end());
   std::error_code ignored;
   for (fs::directory_iterator entry(folder_, ignored), end; !ignored && entry != end; entry.increment(ignored))
     if (std::string name = entry->path().filename().string(); is_code(name)) names.insert(std::move(name));
-  for (const std::string& name : names) {
-    if (fs::symlink_status(folder_ / name, ignored).type() == fs::file_type::not_found) continue;
-    files_.push_back({name, open_beneath(folder_, name)});
+  if (!chat_template.empty()) {
+    std::erase_if(names, [](const std::string& name) { return name.starts_with("chat_template."); });
+    files_.push_back({"chat_template.jinja", open_regular(chat_template), chat_template});
   }
+  for (const std::string& name : names)
+    if (fs::symlink_status(folder_ / name, ignored).type() != fs::file_type::not_found) add("", name);
+  if (!chat_template.empty()) return;
+  for (fs::directory_iterator entry(folder_ / more_templates, ignored), end; !ignored && entry != end;
+       entry.increment(ignored))
+    if (entry->path().extension() == ".jinja") add(more_templates, entry->path().filename().string());
 }
 
 std::uint64_t CompanionFiles::bytes() const {
   std::uint64_t sum = 0;
-  for (const Companion& each : files_) sum += file_size(each.file, folder_ / each.name);
+  for (const Companion& each : files_) sum += file_size(each.file, each.from);
   return sum;
 }
 
 void CompanionFiles::copy_to(const fs::path& folder) const {
-  for (const Companion& each : files_) write_copy(folder / each.name, each.file, folder_ / each.name);
+  for (const Companion& each : files_) {
+    if (each.name.has_parent_path()) {
+      make_folder((folder / each.name).parent_path());
+      sync_folder(folder);
+    }
+    write_copy(folder / each.name, each.file, each.from);
+  }
 }
 
 }  // namespace tierflow

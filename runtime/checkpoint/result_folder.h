@@ -72,15 +72,17 @@ class Checkpoints {
 // of the folder is found early.
 class CompanionFiles {
  public:
-  explicit CompanionFiles(std::filesystem::path folder);
+  // chat_template: a file that takes the place of all the chat templates; empty: they are the folder's.
+  explicit CompanionFiles(std::filesystem::path folder, const std::filesystem::path& chat_template = {});
   std::uint64_t bytes() const;
   // Writes each file; it is flushed before it has its name.
   void copy_to(const std::filesystem::path& folder) const;
 
  private:
   struct Companion {
-    std::string name;
+    std::filesystem::path name;  // in the folder, or in one of its folders
     File file;
+    std::filesystem::path from;
   };
   const std::filesystem::path folder_;
   std::vector<Companion> files_;

@@ -14,6 +14,8 @@ void BestEvaluation::take(std::int64_t at_step, double found, double threshold) 
 
 std::string RunRecord::json() const {
   return nlohmann::json{{"configuration", configuration},
+                        {"model", model},
+                        {"chat_template", chat_template},
                         {"skipped_in_a_row", skipped_in_a_row},
                         {"held_out_before", held_out_before},
                         {"last_loss", last_loss},
@@ -36,9 +38,13 @@ RunRecord RunRecord::parse(const std::string& json) {
   const auto count = [&](const char* key) -> std::int64_t {
     return std::isfinite(number(key)) ? std::llround(number(key)) : 0;
   };
-  const auto hash = then.is_object() ? then.find("configuration") : then.end();
-  const bool known = then.is_object() && hash != then.end() && hash->is_string();
-  return {.configuration = known ? hash->get<std::string>() : "",
+  const auto text = [&](const char* key) -> std::string {
+    const auto found = then.is_object() ? then.find(key) : then.end();
+    return then.is_object() && found != then.end() && found->is_string() ? found->get<std::string>() : "";
+  };
+  return {.configuration = text("configuration"),
+          .model = text("model"),
+          .chat_template = text("chat_template"),
           .skipped_in_a_row = count("skipped_in_a_row"),
           .held_out_before = number("held_out_before"),
           .last_loss = number("last_loss"),

@@ -18,6 +18,8 @@ struct BestEvaluation {
 
 struct RunRecord {
   std::string configuration;  // configuration_hash() of the command
+  // --model, or the folder of --config, and --chat-template; absolute. Empty: none, or of an earlier version.
+  std::string model, chat_template;
   std::int64_t skipped_in_a_row = 0;
   double held_out_before = NAN, last_loss = NAN;
   BestEvaluation best;                   // of the evaluations between steps

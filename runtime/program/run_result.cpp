@@ -110,6 +110,14 @@ std::string maker_of_result(const TrainOptions& options) {
   return nlohmann::json::parse(effective, nullptr, false).is_object() ? effective : "";
 }
 
+void tell_model(const TrainOptions& options, RunRecord& record) {
+  const auto absolute = [](const fs::path& path) {
+    return path.empty() ? "" : fs::absolute(path).lexically_normal().string();
+  };
+  record.model = absolute(options.config.empty() ? options.model : fs::absolute(options.config).parent_path());
+  record.chat_template = absolute(options.chat_template);
+}
+
 RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool resumed, TrainingLog& log,
                      ExportBeside& beside)
     : options_(options), log_(log), beside_(beside) {
@@ -125,7 +133,7 @@ RunResult::RunResult(const TrainOptions& options, const ModelSpec& spec, bool re
     weight_bytes_ += SourceFolder(read_folder_spec(options.model, Tiling::none(), spec.read_as),
                                   std::make_shared<const Checkpoint>(Checkpoint::open(options.model)))
                          .bytes();
-  companions_.emplace(options.config.empty() ? options.model : options.config.parent_path());
+  companions_.emplace(options.config.empty() ? options.model : options.config.parent_path(), options.chat_template);
   if (options.no_export) return;
   folder_.emplace(options.out, resumed, std::vector<fs::path>{options.log_json, options.trace});
   check_space();
@@ -280,6 +288,25 @@ std::string RunResult::fill(const ResultFolder& folder, const std::string& made_
   return weights(folder.path(), progress);
 }
 
+namespace {
+
+// What a result has besides weights, as far as it is still there. Without it the model is written all the same.
+void copy_companions(const RunRecord& run, const ResultFolder& out, TrainingLog& log) {
+  std::string why = run.model.empty() ? "the state does not say of which model they are" : run.model + " is gone";
+  std::error_code ignored;
+  try {
+    if (fs::is_directory(run.model, ignored)) {
+      const bool own = fs::is_regular_file(run.chat_template, ignored);
+      return CompanionFiles(run.model, own ? fs::path(run.chat_template) : fs::path()).copy_to(out.path());
+    }
+  } catch (const Exception& error) {
+    why = error.what();
+  }
+  log.say("warning: the tokenizer's files are not in the result: " + why);
+}
+
+}  // namespace
+
 int run_export(const ExportOptions& options) {
   watch_signals();
   TrainingLog log({}, false);
@@ -304,12 +331,10 @@ int run_export(const ExportOptions& options) {
     whole = script ? script->last_file() : is_written_beside_base(model.spec) ? kAdapterLast : kModelLast;
     if (script && !script->remark().empty()) log.say("warning: " + script->remark());
     out.begin(whole.empty() ? kModelLast : whole);
-    std::error_code ignored;
-    if (model.source && fs::is_directory(model.source->folder, ignored))
-      CompanionFiles(model.source->folder).copy_to(out.path());
+    if (!script) copy_companions(RunRecord::parse(left.client), out, log);
   }
-  const std::string broken =
-      export_store(options.storage, options.out, log.stoppable_progress(), weights_of_run(left.run));
+  const std::string broken = export_store(options.storage, options.out, log.stoppable_progress(),
+                                          RunRecord::parse(left.client).model, weights_of_run(left.run));
   warn_of_not_finite(broken, log);
   if (whole.empty()) {  // then the mark of begin() stays until here
     fs::remove(out.path() / (std::string(kModelLast) + ".partial"));

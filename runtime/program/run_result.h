@@ -7,6 +7,7 @@
 #include "runtime/checkpoint/result_folder.h"
 #include "runtime/program/export_beside.h"
 #include "runtime/program/options.h"
+#include "runtime/program/run_record.h"
 #include "runtime/program/training_log.h"
 #include "runtime/session/session.h"
 
@@ -16,6 +17,9 @@ namespace tierflow {
 const char* last_file(const TrainOptions& options);
 // What RunResult::write() was given by the run whose whole result --out holds; empty where it holds none.
 std::string maker_of_result(const TrainOptions& options);
+
+// RunRecord::model and chat_template of the command.
+void tell_model(const TrainOptions& options, RunRecord& record);
 
 // The end of an error message about a state that cannot be resumed: "; ..." with the newest model in --out. Empty if
 // there is none.

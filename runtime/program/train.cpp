@@ -180,6 +180,7 @@ class Training {
     session.record = trace_.wanted();
     session.run = run;
     record_.configuration = configuration_hash(made_by_);
+    tell_model(options_, record_);
     session.remembered = record_.json();
     teacher_.tell(session);
     preference_.set_aside(session, say);

@@ -301,7 +301,7 @@ void TrainingLog::object(const json& object) {
     if (!std::cout) {
       stdout_failed_ = true;
       std::cout.clear();
-      say("warning: standard output cannot be written any more; training goes on without it");
+      say("warning: standard output cannot be written any more; the command goes on without it");
     }
   }
   if (path_.empty() || file_failed_) return;
@@ -315,7 +315,7 @@ void TrainingLog::write(const std::string& lines) {
   file_ << lines << std::flush;
   if (file_) return;
   file_failed_ = true;
-  say("warning: " + path_.string() + " cannot be written any more; training goes on without it");
+  say("warning: " + path_.string() + " cannot be written any more; the command goes on without it");
 }
 
 }  // namespace tierflow

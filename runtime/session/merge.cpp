@@ -243,7 +243,9 @@ std::string merge_adapter(const fs::path& base, const fs::path& adapter, const f
 
 std::string merge_model(const fs::path& base, const fs::path& adapter, const fs::path& folder, const Progress& progress,
                         const std::string& as) {
-  const CompanionFiles companions(base);
+  const fs::path trained = adapter / "chat_template.jinja";
+  std::error_code ignored;
+  const CompanionFiles companions(base, fs::is_regular_file(trained, ignored) ? trained : fs::path());
   ResultFolder out(folder);
   out.begin();
   companions.copy_to(out.path());

@@ -283,8 +283,9 @@ std::string merge_adapter(const std::filesystem::path& base, const std::filesyst
                           const std::filesystem::path& folder, const Progress& progress = {},
                           const std::string& as = "");
 
-// The same with the tokenizer and the other files of `base`, in a folder that does not exist yet or is empty. The
-// folder appears when it is whole. Throws Exception (kind usage) if the folder is not empty.
+// The same with the tokenizer and the other files of `base`, and with the chat template that lies beside the adapters,
+// if one does, in a folder that does not exist yet or is empty. The folder appears when it is whole. Throws Exception
+// (kind usage) if the folder is not empty.
 std::string merge_model(const std::filesystem::path& base, const std::filesystem::path& adapter,
                         const std::filesystem::path& folder, const Progress& progress = {}, const std::string& as = "");
 
@@ -297,9 +298,10 @@ bool is_for_other_weights(const std::filesystem::path& adapter, const std::files
 // Writes the committed state of a store: of a session's store the weights as an HF folder, or the adapters as a PEFT
 // folder; of a Python script's store what the script recorded about its model (script_model.h). Returns what
 // Session::export_hf() returns. Throws Exception (kind input) if the folder from which the result takes other parts
-// does not exist, or has changed. base_weights: hash_text() of the weights_hash() of the model that adapters are for,
-// as far as it is known.
+// does not exist, or has changed. base, base_weights: the folder of the model that adapters are
+// for, and hash_text() of its weights_hash(), as far as they are known.
 std::string export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
-                         const Progress& progress = {}, const std::string& base_weights = "");
+                         const Progress& progress = {}, const std::filesystem::path& base = {},
+                         const std::string& base_weights = "");
 
 }  // namespace tierflow

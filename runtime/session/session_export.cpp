@@ -163,7 +163,7 @@ std::string Session::Impl::progress_json(std::int64_t after) const {
 }
 
 std::string export_store(const std::vector<std::filesystem::path>& storage, const std::filesystem::path& folder,
-                         const Progress& progress, const std::string& base_weights) {
+                         const Progress& progress, const std::filesystem::path& base, const std::string& base_weights) {
   const StoredModel model = open_stored_model(storage);
   const ModelExtents extents{.units = model.spec.units,
                              .packed = model.packed,
@@ -173,7 +173,7 @@ std::string export_store(const std::vector<std::filesystem::path>& storage, cons
                                use(buffer.bytes());
                              }};
   if (is_written_beside_base(model.spec))
-    return write_adapter(model.spec, {}, base_weights, folder,
+    return write_adapter(model.spec, base, base_weights, folder,
                          [&](int unit, int tensor, const UseMaster& use) { read_master(extents, unit, tensor, use); });
   WordsAhead words(*model.store, *model.layout, 32 << 20);
   const std::optional<MissedUpdates> missed = missed_by(model, storage.front().string());

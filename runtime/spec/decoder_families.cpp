@@ -143,6 +143,7 @@ void read_gemma2(const JsonFields& fields, ModelConfig& c) {
 
 void read_gemma3(const JsonFields& fields, ModelConfig& c) {
   read_gemma2(fields, c);
+  c.attention_softcap = 0;  // transformers does not read it here
   c.qk_norm = QkNorm::head;
   const RopeSpec local = sliding_rope(fields, c, 10000.0, "rope_local_base_freq");
   c.ropes = {read_rope(fields, c, 1e6, {}, "full_attention"), local};

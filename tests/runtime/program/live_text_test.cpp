@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <string>
 
+#include "runtime/base/utf8.h"
+
 namespace tierflow::testing {
 namespace {
 
@@ -51,6 +53,30 @@ TEST(LiveText, ShowsEachTokenWhenItComesAndNoHalfCharacter) {
   EXPECT_EQ(shown.pieces, (std::vector<std::string>{"w5", " w6", "\xc3\xa9", " w7"}));
   EXPECT_EQ(shown.live.end(), text_of(tokens));
   EXPECT_EQ(shown.text, text_of(tokens)) << "what was held back is shown at the end";
+}
+
+// As a tokenizer whose tokens are bytes: bytes that are no characters together are U+FFFD, each of them.
+std::string text_of_bytes(const LiveText::Tokens& tokens) {
+  std::string bytes, replaced;
+  for (const std::int64_t token : tokens) bytes += static_cast<char>(token), replaced += "\xef\xbf\xbd";
+  return find_invalid_utf8(bytes) == std::string_view::npos ? bytes : replaced;
+}
+
+TEST(LiveText, BytesOfNoCharacterChangeNothingThatWasShown) {
+  const LiveText::Tokens broken{'\n', 0xe2, 0x82}, whole{'\n', 0xe2, 0x82, 0xac, 'a'}, followed{'\n', 0xbf, '\n', 'a'};
+  for (const LiveText::Tokens& tokens : {broken, whole, followed}) {
+    std::string text;
+    LiveText live(text_of_bytes, [&](std::string_view piece) { text += piece; });
+    for (const std::int64_t token : tokens) live.add(token);
+    live.end();
+    EXPECT_EQ(find_invalid_utf8(text), std::string_view::npos);
+    EXPECT_TRUE(text.starts_with("\n"));
+    if (tokens == whole)
+      EXPECT_EQ(text,
+                "\n\xe2\x82\xac"
+                "a");
+    if (tokens == broken) EXPECT_EQ(text, "\n\xef\xbf\xbd\xef\xbf\xbd");
+  }
 }
 
 TEST(LiveText, DecodesAFewTokensForEach) {

@@ -1,0 +1,82 @@
+"""Hooks and forward() of modules as they were at one time: a recomputation runs those of its forward, as a graph would."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+GONE = object()  # in the place of an attribute that is not there
+_OF_MODULES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+LIBRARIES = ("torch.", "transformers.", "peft.", "accelerate.", "tierflow.")
+
+Put = tuple[dict[str, Any], str, Any]
+
+
+def is_of_a_library(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or type(hook).__module__).startswith(LIBRARIES)
+
+
+class ModuleHooks:
+    """modules: the outermost first, whose own hooks run outside of its turn."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.inner = modules[1:]
+        self.of = _hooks(self.inner)
+        self.everywhere = _everywhere()
+        self.forwards = [m.__dict__.get("forward", GONE) for m in self.inner]
+        self.classes = [type(m).forward for m in self.inner]
+
+    def other_class(self) -> bool:
+        return any(type(m).forward is not then for m, then in zip(self.inner, self.classes, strict=True))
+
+    def put_back(self) -> list[Put]:
+        """What has to be put where for the hooks, and forward() of single modules, to be those of then."""
+        puts: list[Put] = []
+        now = _hooks(self.inner)
+        for number in {*self.of, *now} if self.of or now else ():
+            then, here = self.of.get(number, {}), now.get(number, {})
+            if any(list(then.get(name, {}).items()) != list(here.get(name, {}).items()) for name in _OF_MODULES):
+                puts += [(self.inner[number].__dict__, name, then.get(name, OrderedDict())) for name in _OF_MODULES]
+        for m, then in zip(self.inner, self.forwards, strict=True):
+            if m.__dict__.get("forward", GONE) is not then:
+                puts.append((m.__dict__, "forward", then))
+        return puts
+
+
+def _hooks(modules: list[nn.Module]) -> dict[int, dict[str, Any]]:
+    """Of those modules that have hooks, by their number."""
+    found = {}
+    for number, m in enumerate(modules):
+        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+            found[number] = {name: getattr(m, name).copy() for name in _OF_MODULES}
+    return found
+
+
+def _everywhere() -> dict[str, Any]:
+    """Hooks of all modules: the user's own. Those of libraries count and trace what runs, wherever it runs."""
+    of_all = vars(torch_module)
+    return {name: OrderedDict((key, hook) for key, hook in of_all[name].items() if not is_of_a_library(hook)) for name in _OF_ALL if of_all[name]}
+
+
+def globals_put(then: dict[str, Any]) -> list[Put]:
+    """What has to be put where for the user's hooks of all modules to be those of then."""
+    if (now := _everywhere()) == then:
+        return []
+    of_all = vars(torch_module)
+    puts: list[Put] = []
+    for name in {*then, *now}:
+        kept = [(key, hook) for key, hook in of_all[name].items() if is_of_a_library(hook)]
+        puts.append((of_all, name, OrderedDict([*kept, *then.get(name, {}).items()])))
+    return puts
