@@ -284,26 +284,26 @@ void ResultFolder::check_space(std::uint64_t bytes) const {
                      static_cast<double>(free) / 0x1p20, static_cast<double>(bytes) / 0x1p20));
 }
 
-CompanionFiles::CompanionFiles(fs::path folder, const fs::path& chat_template)
+CompanionFiles::CompanionFiles(fs::path folder, const fs::path& chat_templates)
     : folder_(folder.empty() ? "." : std::move(folder)) {
-  const auto add = [&](const fs::path& within, const std::string& name) {
-    const fs::path from = folder_ / within;
-    files_.push_back({within / name, open_beneath(from, name), from / name});
+  std::error_code ignored;
+  const bool one = fs::is_regular_file(chat_templates, ignored), own = chat_templates.empty();
+  const fs::path templates = own ? folder_ : chat_templates;
+  const auto add = [&](const fs::path& from, const fs::path& within, const std::string& name) {
+    if (fs::symlink_status(from / within / name, ignored).type() != fs::file_type::not_found)
+      files_.push_back({within / name, open_beneath(from / within, name), from / within / name});
   };
   std::set<std::string> names(companions.begin(), companions.end());
-  std::error_code ignored;
   for (fs::directory_iterator entry(folder_, ignored), end; !ignored && entry != end; entry.increment(ignored))
     if (std::string name = entry->path().filename().string(); is_code(name)) names.insert(std::move(name));
-  if (!chat_template.empty()) {
-    std::erase_if(names, [](const std::string& name) { return name.starts_with("chat_template."); });
-    files_.push_back({"chat_template.jinja", open_regular(chat_template), chat_template});
-  }
   for (const std::string& name : names)
-    if (fs::symlink_status(folder_ / name, ignored).type() != fs::file_type::not_found) add("", name);
-  if (!chat_template.empty()) return;
-  for (fs::directory_iterator entry(folder_ / more_templates, ignored), end; !ignored && entry != end;
+    if (own || !name.starts_with("chat_template.")) add(folder_, "", name);
+  if (one) files_.push_back({"chat_template.jinja", open_regular(templates), templates});
+  if (one) return;
+  if (!own) add(templates, "", "chat_template.jinja");
+  for (fs::directory_iterator entry(templates / more_templates, ignored), end; !ignored && entry != end;
        entry.increment(ignored))
-    if (entry->path().extension() == ".jinja") add(more_templates, entry->path().filename().string());
+    if (entry->path().extension() == ".jinja") add(templates, more_templates, entry->path().filename().string());
 }
 
 std::uint64_t CompanionFiles::bytes() const {

@@ -72,8 +72,9 @@ class Checkpoints {
 // of the folder is found early.
 class CompanionFiles {
  public:
-  // chat_template: a file that takes the place of all the chat templates; empty: they are the folder's.
-  explicit CompanionFiles(std::filesystem::path folder, const std::filesystem::path& chat_template = {});
+  // chat_templates: a file, or a folder with chat_template.jinja, that takes the place of all chat templates; empty:
+  // they are those of `folder`.
+  explicit CompanionFiles(std::filesystem::path folder, const std::filesystem::path& chat_templates = {});
   std::uint64_t bytes() const;
   // Writes each file; it is flushed before it has its name.
   void copy_to(const std::filesystem::path& folder) const;

@@ -25,6 +25,7 @@ class LiveText {
  private:
   Tokens from(std::size_t first, std::size_t end) const;
   void show(std::string_view piece);
+  std::string added(const std::string& now) const;
 
   std::function<std::string(const Tokens&)> decode_;
   std::function<void(std::string_view)> write_;

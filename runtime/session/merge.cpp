@@ -243,9 +243,9 @@ std::string merge_adapter(const fs::path& base, const fs::path& adapter, const f
 
 std::string merge_model(const fs::path& base, const fs::path& adapter, const fs::path& folder, const Progress& progress,
                         const std::string& as) {
-  const fs::path trained = adapter / "chat_template.jinja";
   std::error_code ignored;
-  const CompanionFiles companions(base, fs::is_regular_file(trained, ignored) ? trained : fs::path());
+  const bool has_template = fs::is_regular_file(adapter / "chat_template.jinja", ignored);
+  const CompanionFiles companions(base, has_template ? adapter : fs::path());
   ResultFolder out(folder);
   out.begin();
   companions.copy_to(out.path());

@@ -278,6 +278,13 @@ def test_what_cannot_be_answered_is_one_line(chat):
     assert "but no tokenizer.json" in refused(*model, "--prompt", "a", "--chat", code=3)
 
 
+def test_a_text_ends_at_a_token_by_its_name_or_its_text(chat):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chat / "model")
+    for stop in ("\n", "Ċ"):
+        assert tokenizer.encode("\n", add_special_tokens=False) == [tokenizer.get_vocab()["Ċ"]]
+        generated(chat, "--prompt", "a", "--stop", stop, "--max-new-tokens", "1", *SMALL)
+
+
 def test_an_interrupted_generation_prints_what_it_has(chat):
     """Ctrl-C reaches all processes of the terminal's group, the tokenizer's too."""
     (chat / "model" / "config.json").write_text(json.dumps(config(vocab=400, max_position_embeddings=1 << 20)))

@@ -101,7 +101,7 @@ CONFIGS = {
     "llama_yarn": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=yarn(truncate=False)),
     "gemma": lambda: transformers.GemmaConfig(**SMALL, head_dim=32),
     "gemma2": lambda: transformers.Gemma2Config(**SMALL, head_dim=16, sliding_window=9, query_pre_attn_scalar=24, attn_logit_softcapping=3.0, final_logit_softcapping=2.0),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=9, query_pre_attn_scalar=24, layer_types=SLIDING, rope_parameters=TWO_ROPES),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**SMALL, attn_logit_softcapping=0.5, head_dim=16, sliding_window=9, query_pre_attn_scalar=24, layer_types=SLIDING, rope_parameters=TWO_ROPES),
     "phi3": lambda: transformers.Phi3Config(**SMALL, sliding_window=None),
     "phi4_mini": lambda: transformers.Phi3Config(**{**SMALL, "max_position_embeddings": 128}, original_max_position_embeddings=32, tie_word_embeddings=True, rope_parameters=longrope()),
     "phi4_mini_short": lambda: transformers.Phi3Config(**{**SMALL, "max_position_embeddings": 256}, original_max_position_embeddings=64, rope_parameters=longrope(64)),

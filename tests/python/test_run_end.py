@@ -156,7 +156,10 @@ def test_a_snapshot_of_the_hub_is_copied_through_its_links(work):
     (blobs / "1234").write_text("{}")
     (snapshot / "generation_config.json").symlink_to("../../blobs/1234")
     run(work, "train", "--model", snapshot, "--data", "text.txt", "--steps", "1", "--out", "out", *small())
-    assert (work / "out" / "generation_config.json").read_text() == "{}"
+    (snapshot / "additional_chat_templates").mkdir()
+    (snapshot / "additional_chat_templates" / "rag.jinja").symlink_to("../../../blobs/1234")
+    run(work, "train", "--model", snapshot, "--data", "text.txt", "--steps", "1", "--out", "both", *small())
+    assert (work / "out" / "generation_config.json").read_text() == "{}" == (work / "both" / "additional_chat_templates" / "rag.jinja").read_text()
 
 
 # Signals and outputs
