@@ -40,6 +40,34 @@ TEST(AdamW8bit, In32BitsFollowsTorchsAdamW) {
   EXPECT_GT((ours - start).abs().max().item<double>(), 1e-2);
 }
 
+TEST(AdamW8bit, FollowsTorchsAdamWUnderEveryOption) {
+  const torch::Tensor start = bf16_valued({1000}, 6);
+  torch::Tensor ours = start.clone().requires_grad_(), theirs = start.clone().requires_grad_();
+  AdamW8bit optimizer({ours},
+                      AdamW8bitOptions(1e-2).betas({0.7, 0.95}).eps(0.1).weight_decay(0.3).min_8bit_size(1 << 30));
+  torch::optim::AdamW reference({theirs},
+                                torch::optim::AdamWOptions(1e-2).betas({0.7, 0.95}).eps(0.1).weight_decay(0.3));
+  for (int step = 0; step < 5; ++step) {
+    ours.mutable_grad() = bf16_valued({1000}, 400 + step);
+    theirs.mutable_grad() = ours.grad().clone();
+    optimizer.step();
+    reference.step();
+  }
+  EXPECT_LT((ours - theirs).abs().max().item<double>(), 1e-6);
+}
+
+TEST(AdamW8bit, TheSmallestParameterWithEightBitsHasTheSizeThatWasAskedFor) {
+  for (const auto& [size, type] : {std::pair{15, torch::kFloat32}, {16, torch::kUInt8}}) {
+    torch::Tensor parameter = torch::ones({size}).requires_grad_();
+    AdamW8bit optimizer({parameter}, AdamW8bitOptions(0.1).min_8bit_size(16));
+    parameter.mutable_grad() = torch::ones({size});
+    optimizer.step();
+    const auto& state = static_cast<const AdamW8bitParamState&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
+    EXPECT_EQ(state.exp_avg().scalar_type(), type) << size;
+    EXPECT_EQ(state.exp_avg_sq().scalar_type(), type) << size;
+  }
+}
+
 // The same bits as the update of streamed training, whatever the number of threads.
 TEST(AdamW8bit, IsTheUpdateOfTheSpans) {
   constexpr std::int64_t n = 3 * 64 * 1024 + 777;
@@ -170,14 +198,16 @@ TEST(AdamW8bit, SavesAndLoads) {
 }
 
 TEST(AdamW8bit, AGradientThatIsNotFiniteSkipsTheStepWhole) {
-  torch::Tensor a = torch::ones({5000}).requires_grad_(), b = a.detach().clone().requires_grad_();
-  AdamW8bit optimizer({a, b}, AdamW8bitOptions(0.1));
-  a.mutable_grad() = torch::ones({5000});
-  b.mutable_grad() = torch::ones({5000});
-  b.mutable_grad()[4321] = std::numeric_limits<float>::infinity();
-  optimizer.step();
-  EXPECT_EQ(optimizer.skipped_steps(), 1);
-  EXPECT_TRUE(same(a, torch::ones({5000})) && same(b, torch::ones({5000})));
+  for (const bool of_the_first : {false, true}) {
+    torch::Tensor a = torch::ones({5000}).requires_grad_(), b = a.detach().clone().requires_grad_();
+    AdamW8bit optimizer({a, b}, AdamW8bitOptions(0.1));
+    a.mutable_grad() = torch::ones({5000});
+    b.mutable_grad() = torch::ones({5000});
+    (of_the_first ? a : b).mutable_grad()[4321] = std::numeric_limits<float>::infinity();
+    EXPECT_EQ(optimizer.step([] { return torch::full({}, 5.0); }).item<double>(), 5);
+    EXPECT_EQ(optimizer.skipped_steps(), 1);
+    EXPECT_TRUE(same(a, torch::ones({5000})) && same(b, torch::ones({5000})));
+  }
 }
 
 TEST(AdamW8bit, RefusesWhatItCannotUpdate) {
@@ -190,16 +220,26 @@ TEST(AdamW8bit, RefusesWhatItCannotUpdate) {
   refused(torch::ones({10}, torch::kFloat64));
   refused(torch::ones({4, 6}).t());
   refused(torch::ones({10}, torch::kMeta));
-  torch::Tensor parameter = torch::ones({10}).requires_grad_();
-  parameter.mutable_grad() = torch::ones({9});
-  AdamW8bit optimizer({parameter});
-  EXPECT_THROW(optimizer.step(), Exception);
+  for (const torch::Tensor& gradient :
+       {torch::ones({9}), torch::ones({5, 2}), torch::ones({10}, torch::kMeta), torch::ones({10}).to_sparse()}) {
+    torch::Tensor parameter = torch::ones({10}).requires_grad_();
+    parameter.mutable_grad() = gradient;
+    AdamW8bit optimizer({parameter});
+    EXPECT_THROW(optimizer.step(), Exception) << gradient.toString();
+    EXPECT_TRUE(same(parameter, torch::ones({10})));
+  }
   const AdamW8bitOptions usual(0.1);
   for (const AdamW8bitOptions& wrong :
        {AdamW8bitOptions(-1.0), AdamW8bitOptions(usual).eps(-1e-8), AdamW8bitOptions(usual).weight_decay(-0.1),
         AdamW8bitOptions(usual).betas({-0.1, 0.9}), AdamW8bitOptions(usual).betas({1, 0.9}),
-        AdamW8bitOptions(usual).betas({0.9, -0.1}), AdamW8bitOptions(usual).betas({0.9, 1})})
+        AdamW8bitOptions(usual).betas({0.9, -0.1}), AdamW8bitOptions(usual).betas({0.9, 1})}) {
     EXPECT_THROW(AdamW8bit({torch::ones({1})}, wrong), Exception);
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(std::vector<torch::Tensor>{torch::ones({1})});
+    groups.emplace_back(std::vector<torch::Tensor>{torch::ones({1})}, std::make_unique<AdamW8bitOptions>(wrong));
+    EXPECT_THROW(AdamW8bit(groups, usual), Exception);
+  }
+  EXPECT_NO_THROW(AdamW8bit({torch::ones({1})}, AdamW8bitOptions(0.0).eps(0).weight_decay(0).betas({0, 0})));
 }
 
 }  // namespace
