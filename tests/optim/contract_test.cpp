@@ -68,6 +68,7 @@ TEST(Arguments, EachContractIsCheckedAndNamed) {
       // Lion and SGD have no second moment, and bf16_sr no lower half.
       {[](Call& c) { c.params.rule = Rule::lion, c.from.v = c.to.v = {}; }, "accepted"},
       {[](Call& c) { c.params.rule = Rule::sgd, c.from.v = c.to.v = {}; }, "accepted"},
+      {[](Call& c) { c.params.rule = Rule::lion, c.to.v.format = MomentFormat::bf16; }, "accepted"},
       {[](Call& c) { c.params.rule = Rule::adam, c.from.v = {}; }, "optim: moment values must be aligned to 64 bytes"},
       {[](Call& c) { c.from.master = c.to.master = MasterFormat::bf16_sr, c.from.lo = c.to.lo = nullptr; }, "accepted"},
   };
@@ -111,6 +112,39 @@ TEST(Arguments, ZeroedMomentsAreZeroAndEndWhereTheyShould) {
         EXPECT_EQ(array.absmax[2], 7.0F);
       }
     }
+}
+
+TEST(Arguments, WhatAStateLacksItLacksFurtherOnToo) {
+  StateArrays s(MasterFormat::bf16_sr, MomentFormat::f32, 2 * kBlock);
+  State state = s.view();
+  state.v = {};
+  const State later = state_from(state, kBlock);
+  EXPECT_EQ(later.hi, state.hi + kBlock);
+  EXPECT_EQ(later.lo, nullptr);
+  EXPECT_EQ(later.m.values, static_cast<float*>(state.m.values) + kBlock);
+  EXPECT_EQ(later.m.absmax, nullptr);
+  EXPECT_EQ(later.v.values, nullptr);
+}
+
+// Where the call updates, in vectors and in the rest, and where it leaves a block as it was.
+TEST(SecondMoment, IsLeftAloneByLionAndSgd) {
+  const std::size_t n = 2 * kBlock + 5;
+  for (const Kernels& kernels : all_kernels())
+    for (const Rule rule : {Rule::lion, Rule::sgd})
+      for (const MomentFormat format : {MomentFormat::block8, MomentFormat::f32, MomentFormat::bf16}) {
+        StateArrays s(MasterFormat::split, format, n), to(MasterFormat::split, format, n);
+        fill(s, n, 45);
+        fill(to, n, 46);
+        const MomentArray before = s.v, before_there = to.v;
+        auto g = gradients(n, 47);
+        g[kBlock + 3] = 0x7f80;
+        AdamWParams a;
+        a.rule = rule;
+        EXPECT_EQ(update_with(kernels, a, g.data(), s.view(), to.view(), n).skipped, kBlock);
+        EXPECT_TRUE(to.v == before_there) << kernels.name;
+        EXPECT_EQ(update_with(kernels, a, g.data(), s.view(), s.view(), n).skipped, kBlock);
+        EXPECT_TRUE(s.v == before) << kernels.name;
+      }
 }
 
 std::vector<float> master_of(const StateArrays& s, std::size_t n) {
@@ -182,6 +216,34 @@ TEST(Reports, ChangeNoBit) {
   adamw_update(a, g.data(), plain.view(), n);
   adamw_update(a, g.data(), reported.view(), reported.view(), n, {.update_squares = squares.data()});
   EXPECT_TRUE(plain == reported);
+}
+
+// Infinity less infinity would be no number.
+TEST(Reports, ABlockLeftAsItWasHasNotChangedWhateverItHolds) {
+  StateArrays s(MasterFormat::split, MomentFormat::f32, kBlock);
+  s.hi[7] = 0x7f80;
+  s.hi[8] = 0x7fc0;
+  Array<std::uint16_t> g(kBlock, 0);
+  g[3] = 0x7f80;
+  double squares = -1;
+  EXPECT_EQ(adamw_update({}, g.data(), s.view(), s.view(), kBlock, {.update_squares = &squares}).skipped, kBlock);
+  EXPECT_EQ(squares, 0);
+}
+
+TEST(Reports, ACallThatIsLeftOutNamesTheBlocksThatItsScaleMakesTooLarge) {
+  const std::size_t n = 2 * kBlock + 3;
+  for (const auto& [scale, finite] : {std::pair{2.0F, 0}, {0.5F, 1}}) {
+    StateArrays s(MasterFormat::split, MomentFormat::f32, n);
+    Array<std::uint16_t> g(n, 0);
+    g[0] = 0x7f80;
+    g[kBlock + 9] = bf16_from_float(0x1p59F);
+    AdamWParams a;
+    a.gradient_scale = scale;
+    a.skip_call_if_not_finite = true;
+    std::array<std::uint8_t, 3> found{9, 9, 9};
+    EXPECT_EQ(adamw_update(a, g.data(), s.view(), s.view(), n, {.finite = found.data()}).skipped, n);
+    EXPECT_EQ(found, (std::array<std::uint8_t, 3>{0, static_cast<std::uint8_t>(finite), 1})) << scale;
+  }
 }
 
 // 2^60, scaled, is where a gradient counts as not finite.
@@ -271,6 +333,48 @@ TEST(Environment, NeitherMattersNorChanges) {
     EXPECT_EQ(std::memcmp(&other.k, &usual.k, sizeof usual.k), 0);
   }
 }
+
+// Squares of sizes so far apart that their sum rounds, and of subnormal numbers.
+TEST(Environment, DoesNotMatterToSumsOfSquares) {
+  const std::size_t n = 3 * 16 + 5;  // in vectors, and in the rest
+  Array<std::uint16_t> g(n, 0x3f81);
+  std::fill_n(g.begin(), 16, bf16_from_float(0x1p40F));
+  const Array<std::uint16_t> subnormal(n, 1);  // 2^-133
+  const auto sums = [&] {
+    std::array<double, 2> found{};
+    gradient_norm_squared(g.data(), n, &found[0]);
+    gradient_norm_squared(subnormal.data(), n, &found[1]);
+    return found;
+  };
+  const auto usual = sums();
+  EXPECT_EQ(usual[1], static_cast<double>(n) * 0x1p-266);
+  std::vector<std::array<double, 2>> others;
+  in_each_environment([&] { others.push_back(sums()); });
+  for (const auto& other : others) EXPECT_EQ(other, usual);
+}
+
+#if defined(__x86_64__)
+// A caller may have asked for a signal at every result that rounds.
+TEST(Environment, NothingTrapsInACall) {
+  const std::size_t n = kBlock + 3;
+  StateArrays s(MasterFormat::split, MomentFormat::block8, n);
+  fill(s, n, 53);
+  const auto g = gradients(n, 54);
+  std::vector<float> values(n, 0.3F), decoded(n);
+  values[1] = 0.7F;
+  MomentArray moment(MomentFormat::block8, n, true);
+  double sum = 0;
+  const unsigned usual = _mm_getcsr(), trapping = usual & ~0x1fbfU;  // no exception masked, none seen yet
+  _mm_setcsr(trapping);
+  adamw_update({}, g.data(), s.view(), n);
+  encode_moment(values.data(), moment.view(), n, true);
+  decode_moment(moment.view(), decoded.data(), n, true);
+  gradient_norm_squared(g.data(), n, &sum);
+  const unsigned after = _mm_getcsr();
+  _mm_setcsr(usual);
+  EXPECT_EQ(after, trapping);
+}
+#endif
 
 TEST(Environment, SubnormalNumbersAreKept) {
   const std::size_t n = kBlock + 3;  // in vectors, and in the rest
