@@ -98,7 +98,7 @@ TEST(CoefficientsOfACall, AreRoundedOnceFromDouble) {
   a.beta2 = 0.995F;
   a.weight_decay = 0.2F;
   a.gradient_scale = 0.25F;
-  for (const std::int64_t step : {1, 2, 3, 7, 64, 1000, 123457}) {
+  for (const std::int64_t step : {1LL, 2LL, 3LL, 7LL, 64LL, 1000LL, 123457LL, 1LL << 33}) {
     a.step = step;
     const Coefficients k = coefficients_of(a, false);
     const long double correction1 = 1 - std::pow(static_cast<long double>(a.beta1), step);
@@ -123,6 +123,17 @@ TEST(CoefficientsOfACall, AreRoundedOnceFromDouble) {
     a.rule = rule;
     EXPECT_EQ(coefficients_of(a, false).step_size, a.lr);
   }
+}
+
+TEST(CoefficientsOfACall, TheDecayIsRoundedOnce) {
+  AdamWParams a;
+  for (const Rule rule : {Rule::adamw, Rule::lion})
+    for (int i = 1; i < 200; ++i) {
+      a.rule = rule;
+      a.lr = 1e-3F * static_cast<float>(i);
+      a.weight_decay = 0.11F + 0.37F / static_cast<float>(i);
+      EXPECT_EQ(coefficients_of(a, false).decay, static_cast<float>(1 - double{a.lr} * a.weight_decay)) << i;
+    }
 }
 
 // The most that Adam's |m| / sqrt(v) can be: gradients that grow by b2/b1 a step come closest to it.
@@ -150,6 +161,25 @@ TEST(CoefficientsOfACall, TheBoundIsThatOfTheWorstGradients) {
   diverges.beta1 = 0.99F;
   diverges.beta2 = 0.9F;
   EXPECT_EQ(coefficients_of(diverges, true).bound, std::numeric_limits<float>::infinity());
+}
+
+TEST(UpdateBound, IsThereWhereEitherMomentHasEightBits) {
+  const auto bound = [](Rule rule, MomentFormat m, MomentFormat v) {
+    StateArrays s(MasterFormat::split, m, kBlock);
+    s.v = MomentArray(v, kBlock, false);
+    const Array<std::uint16_t> g(kBlock, 0);
+    AdamWParams a;
+    a.rule = rule;
+    return digested(a, g.data(), s.view(), s.view(), kBlock).k.bound;
+  };
+  using enum MomentFormat;
+  for (const Rule rule : {Rule::adamw, Rule::adam}) {
+    const float both = bound(rule, block8, block8);
+    EXPECT_LT(both, 8.0F);
+    EXPECT_EQ(bound(rule, block8, f32), both);
+    EXPECT_EQ(bound(rule, f32, block8), both);
+    EXPECT_EQ(bound(rule, bf16, f32), std::numeric_limits<float>::infinity());
+  }
 }
 
 TEST(UpdateBound, HoldsBothSigns) {
@@ -189,6 +219,29 @@ TEST(Rounding, DrawsWhatItAlwaysDrew) {
   };
   for (const auto& [key, step, element, bits] : known)
     EXPECT_EQ(rounding_bits(rounding_key(key, step, element), static_cast<std::uint32_t>(element)), bits) << element;
+}
+
+TEST(Rounding, AnUpdateDrawsForItsKeyItsStepAndItsElements) {
+  const std::size_t n = kBlock + 3;  // in vectors, and in the rest
+  const Array<std::uint16_t> g(n, 0x3f80);
+  AdamWParams a;
+  a.rule = Rule::sgd;
+  a.lr = 0x1.8p-10F;
+  for (const std::uint64_t key : {std::uint64_t{0}, std::uint64_t{1234567}, ~std::uint64_t{0}})
+    for (const std::int64_t step : {1, 2, 1000})
+      for (const std::uint64_t first : {std::uint64_t{0}, 7 * kBlock, (std::uint64_t{5} << 32) + kBlock}) {
+        a.rounding_key = key;
+        a.step = step;
+        a.first_element = first;
+        StateArrays s(MasterFormat::bf16_sr, MomentFormat::f32, n);
+        std::fill_n(s.hi.begin(), n, 0x3f80);
+        adamw_update(a, g.data(), s.view(), n);
+        const RoundingKey drawn = rounding_key(key, static_cast<std::uint64_t>(step), first);
+        for (std::size_t i = 0; i < n; ++i)
+          ASSERT_EQ(s.hi[i],
+                    stochastically_narrowed(1 - a.lr, rounding_bits(drawn, static_cast<std::uint32_t>(first + i))))
+              << key << " " << step << " " << first + i;
+      }
 }
 
 TEST(Rounding, TakesTheNeighbourAboveAsOftenAsTheRestSays) {
