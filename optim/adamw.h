@@ -1,9 +1,10 @@
 #pragma once
 // FRONT DOOR of optim: AdamW (Loshchilov and Hutter 2019) and its relatives on host spans. No threads, files or torch;
 // the caller cuts the work. Results are the same bits whatever the instruction set, and however the caller cuts at
-// multiples of kBlock. Every call may run at the same time as others on other spans. Inside a call the floating-point
-// environment is round-to-nearest with subnormal numbers kept; the caller's is restored. Arguments that break a
-// contract raise std::invalid_argument.
+// multiples of kBlock. (Of a state that is finite, which it stays. Adam's and SGD's decay takes a weight that is not
+// into the moments, and there the instruction sets differ.) Every call may run at the same time as others on other
+// spans. Inside a call the floating-point environment is round-to-nearest with subnormal numbers kept; the caller's is
+// restored. Arguments that break a contract raise std::invalid_argument.
 #include <cstddef>
 #include <cstdint>
 #include <span>
