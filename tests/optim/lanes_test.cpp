@@ -78,6 +78,13 @@ TEST_P(Lanes, SameBitsAsScalar) {
 
 INSTANTIATE_TEST_SUITE_P(All, Lanes, testing::ValuesIn(variants()), variant_name);
 
+TEST(LanesOfBlocks, EndBelowTheSmallestAbsmax) {
+  expect_blocks_to_end_below_the_smallest_absmax(
+      [](const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to, std::size_t n) {
+        return update_with(lane_kernels(), params, gradient, from, to, n);
+      });
+}
+
 TEST(LanesOfSums, SameBitsAsScalar) {
   for (const std::size_t n : {kNormSegment, kNormSegment - 1, std::size_t{1}, std::size_t{47}, std::size_t{300}}) {
     auto g = gradients(n, 5, 7.0F);

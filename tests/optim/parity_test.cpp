@@ -1,6 +1,10 @@
 // Every instruction set gives the bits of the scalar kernels.
 #include <gtest/gtest.h>
 
+#include <limits>
+#include <string>
+#include <tuple>
+
 #include "optim/kernels.h"
 #include "tests/optim/variants.h"
 
@@ -22,6 +26,58 @@ TEST_P(Parity, SameBitsAsScalar) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Parity, testing::ValuesIn(variants()), variant_name);
+
+TEST(KernelSets, AreThoseOfThisProcessorBestFirst) {
+  std::vector<std::string> names;
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512cd");
+  if (avx512) names.emplace_back("AVX3");
+  if (avx2) names.emplace_back("AVX2");
+#else
+  for (const Kernels& set : all_kernels().first(all_kernels().size() - 1)) names.emplace_back(set.name);
+#endif
+  names.emplace_back("SCALAR");
+  std::vector<std::string> found;
+  for (const Kernels& set : all_kernels()) {
+    found.emplace_back(set.name);
+    for (const Kernels& other : all_kernels())
+      EXPECT_EQ(set.update_blocks == other.update_blocks, &set == &other) << set.name << " and " << other.name;
+  }
+  EXPECT_EQ(found, names);
+  EXPECT_EQ(&kernels(), &all_kernels().front());
+}
+
+TEST(ParityOfBlocks, EndBelowTheSmallestAbsmax) {
+  for (const Kernels& set : all_kernels()) {
+    SCOPED_TRACE(set.name);
+    expect_blocks_to_end_below_the_smallest_absmax(
+        [&](const AdamWParams& params, const std::uint16_t* gradient, const State& from, const State& to,
+            std::size_t n) { return update_with(set, params, gradient, from, to, n); });
+  }
+}
+
+// The largest gradient that there is can be scaled into bounds, and no zero is within bounds of a scale without any.
+TEST(ParityOfBlocks, AreUpdatedUnderEveryScaleThatBringsThemIntoBounds) {
+  const std::size_t n = kBlock + 8;
+  const float infinity = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  for (const Kernels& set : all_kernels())
+    for (const auto& [gradient, scale, updated] : {std::tuple{0x7f7f, 0x1p-69F, true},
+                                                   {0xff7f, 0x1p-67F, false},
+                                                   {0x7f80, 0.0F, false},
+                                                   {0x0000, 0.0F, true},
+                                                   {0x0000, infinity, false},
+                                                   {0x8000, nan, false}}) {
+      StateArrays s(MasterFormat::split, MomentFormat::block8, n);
+      const Array<std::uint16_t> g(n, static_cast<std::uint16_t>(gradient));
+      AdamWParams a;
+      a.gradient_scale = scale;
+      EXPECT_EQ(update_with(set, a, g.data(), s.view(), s.view(), n).updated, updated ? n : 0)
+          << set.name << " " << gradient << " " << scale;
+    }
+}
 
 // The boundaries of the rule, by bisection of the scalar codec: edge[r] is the smallest x in [0, 1] with a rank of r.
 template <bool Signed>

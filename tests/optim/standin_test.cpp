@@ -89,6 +89,39 @@ TEST(UpdateOverStandin, WhatCudaRefusesIsThrown) {
   EXPECT_EQ(calls, 5U) << "the device, its processors, the report, and two kernels";
 }
 
+TEST(UpdateOverStandin, OfNothingNeedsNoGradientAndIsReported) {
+  DeviceArray report(sizeof(DeviceReport));
+  DeviceReport result{.skipped = 9, .largest_gradient = 9};
+  report.set(&result, sizeof(result));
+  adamw_update_on_device({}, nullptr, {}, {}, 0, report.as<DeviceReport>(), {});
+  report.get(&result, sizeof(result));
+  EXPECT_EQ(result.skipped, 0U);
+  EXPECT_EQ(result.largest_gradient, 0U);
+}
+
+TEST(UpdateOverStandin, ArgumentsThatBreakAContractAreRefused) {
+  DeviceArray report(sizeof(DeviceReport));
+  EXPECT_THROW(adamw_update_on_device({}, nullptr, {}, {}, 0, nullptr, {}), std::invalid_argument);
+  EXPECT_THROW(adamw_update_on_device({}, nullptr, {}, {}, 1, report.as<DeviceReport>(), {}), std::invalid_argument);
+  EXPECT_THROW(adamw_update_on_device({.step = 0}, nullptr, {}, {}, 0, report.as<DeviceReport>(), {}),
+               std::invalid_argument);
+}
+
+// One word serves many calls: a gradient that is finite does not clear it.
+TEST(SumsOverStandin, AWordThatSaysNotFiniteStays) {
+  const std::size_t n = kNormSegment + 3;
+  auto g = gradients(n, 5);
+  DeviceArray gradient(2 * n), sums(2 * sizeof(double)), word(4);
+  gradient.set(g.data(), 2 * n);
+  for (const std::uint32_t before : {0U, 1U}) {
+    std::uint32_t not_finite = before;
+    word.set(&not_finite, 4);
+    gradient_norm_squared_on_device(gradient.as<std::uint16_t>(), n, sums.as<double>(), word.as<std::uint32_t>(), {});
+    word.get(&not_finite, 4);
+    EXPECT_EQ(not_finite, before);
+  }
+}
+
 // The refused allocation is the caller's to handle; the launches behind it have not failed.
 TEST(UpdateOverStandin, ARefusedAllocationIsNoneOfItsErrors) {
   SmallUpdate update;

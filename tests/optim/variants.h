@@ -84,4 +84,23 @@ inline void expect_same_bits(const Variant& variant, std::size_t n, const Update
   }
 }
 
+// Of both moments, in whole blocks and in the rest: a largest number of 2^-96 is kept, and half of it is zeros.
+inline void expect_blocks_to_end_below_the_smallest_absmax(const UpdateCall& tested) {
+  const std::size_t n = kBlock + 8;
+  for (const bool ends : {false, true}) {
+    StateArrays s(MasterFormat::split, MomentFormat::block8, n);
+    const StateArrays zeros = s;
+    std::vector<float> moment(n, 0.0F);
+    moment[3] = moment[kBlock + 1] = ends ? 0x1p-96F : 0x1p-95F;
+    encode_moment(moment.data(), s.m.view(), n, true);
+    encode_moment(moment.data(), s.v.view(), n, false);
+    const Array<std::uint16_t> g(n, 0);
+    tested({.beta1 = 0.5F, .beta2 = 0.5F}, g.data(), s.view(), s.view(), n);
+    for (const MomentArray* found : {&s.m, &s.v})
+      for (const int block : {0, 1}) EXPECT_EQ(found->absmax[block], ends ? 0.0F : 0x1p-96F) << block;
+    EXPECT_EQ(s.m == zeros.m, ends);
+    EXPECT_EQ(s.v == zeros.v, ends);
+  }
+}
+
 }  // namespace tierflow::optim
