@@ -2,6 +2,7 @@ tierflow_test(session_test BY_SUITE LIBRARIES tierflow::session SOURCES
   batches/data_batches_test.cpp
   state/streamed_state_test.cpp
   state/chunk_work_test.cpp
+  state/optimizer_work_test.cpp
   stream/streamer_test.cpp
   session/session_test.cpp
   session/adapters_test.cpp
