@@ -167,6 +167,18 @@ TEST_P(ChunkWorkTest, MeasuresWhatIsThere) {
   }
 }
 
+TEST_P(ChunkWorkTest, NoPieceCrossesAMultipleOfTheMost) {
+  for (const std::uint64_t most : {std::uint64_t{optim::kBlock}, std::uint64_t{optim::kNormSegment}})
+    for (const swap::Chunk& chunk : layout_->chunks()) {
+      std::uint64_t sum = 0;
+      for (const TensorPiece& piece : pieces_of(model_, chunk, most)) {
+        EXPECT_EQ(piece.in_chunk / most, (piece.in_chunk + piece.elements - 1) / most) << most;
+        sum += piece.elements;
+      }
+      EXPECT_EQ(sum, parameters_in(model_, chunk));
+    }
+}
+
 INSTANTIATE_TEST_SUITE_P(Precisions, ChunkWorkTest,
                          ::testing::Values(Precision::fp32_master_adam8, Precision::bf16_sr_adam8),
                          [](const auto& of) { return of.param == Precision::bf16_sr_adam8 ? "Bf16Sr" : "Fp32Master"; });
