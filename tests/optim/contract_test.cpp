@@ -197,7 +197,7 @@ TEST(Reports, SayWhatEachBlockSaw) {
           if ((wanted & 2) == 0)
             EXPECT_EQ(update[block], -1);
           else
-            EXPECT_NEAR(update[block], update_squares, 1e-6 * update_squares);
+            EXPECT_NEAR(update[block], update_squares, 1e-12 * update_squares);
           EXPECT_EQ(finite[block], (wanted & 4) == 0 ? 9 : block != 1);
         }
       }

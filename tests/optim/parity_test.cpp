@@ -59,6 +59,25 @@ TEST(ParityOfBlocks, EndBelowTheSmallestAbsmax) {
   }
 }
 
+// Rounded as the upper half of a master, this NaN would be a zero.
+TEST(ParityOfBlocks, KeepEveryNanOfAMomentInBf16) {
+  const std::size_t n = kBlock + 8;  // in vectors, and in the rest
+  const std::vector<float> nan(n, float_of(0x7fffffffU));
+  std::vector<float> found(n);
+  for (const Kernels& set : all_kernels()) {
+    StateArrays s(MasterFormat::split, MomentFormat::bf16, n);
+    split_master(nan.data(), s.hi.data(), s.lo.data(), n);
+    const Array<std::uint16_t> g(n, 0);
+    update_with(set, {.weight_decay = 0.1F, .rule = Rule::adam}, g.data(), s.view(), s.view(), n);
+    decode_moment(s.m.view(), found.data(), n, true);
+    for (std::size_t i = 0; i < n; ++i) ASSERT_TRUE(std::isnan(found[i])) << set.name << " " << i;
+  }
+  MomentArray encoded(MomentFormat::bf16, n, true);
+  encode_moment(nan.data(), encoded.view(), n, true);
+  decode_moment(encoded.view(), found.data(), n, true);
+  for (std::size_t i = 0; i < n; ++i) ASSERT_TRUE(std::isnan(found[i])) << i;
+}
+
 // The largest gradient that there is can be scaled into bounds, and no zero is within bounds of a scale without any.
 TEST(ParityOfBlocks, AreUpdatedUnderEveryScaleThatBringsThemIntoBounds) {
   const std::size_t n = kBlock + 8;
