@@ -39,7 +39,7 @@ class Turn:
         self.places = [[(m, name) for m, name in places if id(m) in inside] for places in self.places]
         self.recurrent = [m for m in self.module.modules() if isinstance(m, nn.RNNBase)]
         self.bound: list[tuple[nn.Module, str, Any, Any, int]] = []  # what bind() put where, in the place of which handle, and its version
-        self.written = ""  # one of them that was written
+        self.touched: dict[int, Any] = {}  # by id of their handle: weights that had another version after a visit, as they are ahead of this one
         self.replaced = ""  # why the turn cannot be taken any more
         self.grows = False  # what a hook adds needs a gradient, though nothing of the module does
         self.layer = layer_of(self) if engine.fused_layers else None
@@ -80,7 +80,9 @@ class Turn:
         return wanted
 
     def others_in_place(self) -> list[Any]:
-        """What stands where its streamed parameters belong."""
+        """What stands where its streamed parameters belong, between visits."""
+        if self.bound:
+            self._take_back()  # what a Ctrl-C in unbind() left
         return [held for handle, places in zip(self.handles, self.places, strict=True) for m, name in places if (held := m._parameters.get(name)) is not handle]
 
     def bind(self, weights: list[Any]) -> None:
@@ -88,6 +90,8 @@ class Turn:
         self._take_back()  # what a Ctrl-C in unbind() left
         for handle, places, weight in zip(self.handles, self.places, weights, strict=True):
             weight._is_param = True
+            if id(handle) in self.touched:
+                self.touched[id(handle)] = weight.detach().clone()
             for module, name in places:
                 if module._parameters.get(name) is handle:  # the user may have put a parameter of his own there
                     self.bound.append((module, name, handle, weight, version(weight)))  # first: a Ctrl-C may come between the two
@@ -97,15 +101,23 @@ class Turn:
     def unbind(self) -> None:
         """Puts the handles back. Raises UsageError where a place has something else by now: it may refer to memory that the next visit reuses; and for a weight that
         was written, which the next visit would not find."""
-        if self._take_back():
+        written = self._take_back()
+        if written:
             raise _native.UsageError(
-                f"{self.written} was written while its module ran, which is lost (nn.Embedding(max_norm=...) does that, too): write it between steps, or keep what a "
+                f"{written} was written while its module ran, which is lost (nn.Embedding(max_norm=...) does that, too): write it between steps, or keep what a "
                 "forward changes in a buffer"
             )
 
-    def _take_back(self) -> bool:
-        written = [handle.label for _, _, handle, weight, before in self.bound if version(weight) != before]
-        self.written = written[0] if written else ""
+    def _take_back(self) -> str:
+        """Returns the name of a weight that was written, if that is known."""
+        written = ""
+        for _, _, handle, weight, before in self.bound:
+            values = self.touched.get(id(handle))
+            if version(weight) != before:  # written, or Tensor.set_() to itself, as by a parametrization: the next visit tells
+                self.touched[id(handle)] = None
+                written = handle.label if values is not None and not torch.equal(values, weight) else written
+            elif values is not None:
+                self.touched[id(handle)] = None
         for module, name, handle, weight, _ in self.bound:
             held: dict[str, Any] = module._parameters
             if held.get(name) is weight:
@@ -118,7 +130,7 @@ class Turn:
         self._tell_recurrent()
         if self.replaced:
             raise _native.UsageError(self.replaced)
-        return bool(written)
+        return written
 
     def _tell_recurrent(self) -> None:
         for module in self.recurrent:
