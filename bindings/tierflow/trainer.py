@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -56,7 +57,7 @@ class Trainer:
     The model's code is unchanged. Each micro-batch runs in a thread of its own, which stops at every streamed module. Only one thread runs at a time, so nothing in the
     model needs to be thread-safe; but if one forward() leaves a value in the model for a later call, another micro-batch may have replaced it. Losses and gradients are
     bit for bit those of a loop that calls `(loss / len(micro_batches)).backward()` for each micro-batch in turn, with two exceptions for more than one micro-batch:
-    gradients of tied weights add up in another order, and dropout draws its random numbers layer by layer.
+    gradients of tied weights, and of those that a loss uses outside of their module, add up in another order; and dropout draws its random numbers layer by layer.
 
     model: a streamed model, or a PEFT model over one. opt: a tierflow.optim.AdamW. loss: a function of (model, micro_batch) that returns the micro-batch's loss, by
     default `model(**micro_batch).loss`; or "dpo", "simpo" or "orpo" (tierflow.losses). clip: largest global gradient norm, above 0; None: no clipping.
@@ -74,6 +75,7 @@ class Trainer:
         self._head: int | None = None  # the turn that came last in the step before
         self._without_head = False  # whether a loss read parameters, or used them, once the last module had run
         self._multiple: set[int] = set()
+        self._calls: collections.Counter[int] = collections.Counter()  # of each turn, that wait for their backward
         self._said = False
 
     def step(self, micro_batches: Sequence[Mapping[str, Any] | Any]) -> StepResult:
@@ -209,6 +211,7 @@ class Trainer:
             self._finish(lane, lanes, losses, count)
         while waiting := [lane for lane in [*others, *lanes] if lane.frame is not None]:
             turn = min(waiting, key=lambda lane: lane.turns).at().turn
+            together = self._keeps(turn) and all(lane.at().turn is turn and lane.at().needs_graph for lane in waiting if lane not in others)
             for lane in waiting:
                 if lane.at().turn is not turn:
                     continue
@@ -216,7 +219,7 @@ class Trainer:
                     lane.pass_by()
                     beside.note(lane)
                 elif turn.number == self._head and lane.at().needs_graph:
-                    self._take_head(turn, lane, lanes, losses, count)
+                    self._take_head(turn, lane, lanes, losses, count, together)
                 else:
                     lane.resume(self._take(lane))
                     self._finish(lane, lanes, losses, count)
@@ -224,8 +227,9 @@ class Trainer:
         while waiting := [lane for lane in lanes if lane.calls]:
             turn = max(waiting, key=lambda lane: len(lane.calls)).calls[-1].frame.turn
             group = [lane for lane in waiting if lane.calls[-1].frame.turn is turn]
+            together = self._keeps(turn) and self._calls[turn.number] == len(group)
             for position, lane in enumerate(group):
-                self._back(lane.calls.pop(), keep=self._keeps(turn) and position + 1 < len(group))
+                self._back(lane.calls.pop(), keep=together and position + 1 < len(group))
         return sum(losses.values()) / count
 
     def _take(self, lane: MicroBatchLane) -> Any:
@@ -243,14 +247,14 @@ class Trainer:
         lane.calls.append(TurnCall(frame, frame.kept_inputs(), leaves))
         return frame.result(handed(leaves))
 
-    def _take_head(self, turn: Turn, lane: MicroBatchLane, lanes: list[MicroBatchLane], losses: dict[int, float], count: int) -> None:
+    def _take_head(self, turn: Turn, lane: MicroBatchLane, lanes: list[MicroBatchLane], losses: dict[int, float], count: int, together: bool) -> None:
         """The last module: forward, loss and backward of one micro-batch in one visit, without recomputation."""
         frame = lane.at()
         lane.turns += 1
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in frame.tensors]
         frame.remember_random()
         later = any(other.frame is not None and other.frame.turn is turn for other in lanes if other is not lane)
-        with self.engine.turn(turn, "head", self._keeps(turn) and later) as weights:
+        with self.engine.turn(turn, "head", together and later) as weights:
             with autocast_as(frame.autocast):
                 outs = frame.compute(inputs, weights, keep=True)
             self.engine.activations.look()
@@ -295,12 +299,13 @@ class Trainer:
             torch.autograd.backward([t for t, _ in pairs], [grad for _, grad in pairs], retain_graph=True)
 
     def _keeps(self, turn: Turn) -> bool:
-        """Whether gradients of all micro-batches may add up on the device: nothing else adds to them."""
-        return turn.number not in self._multiple and not any(self.engine.shared[unit] for unit in turn.units)
+        """Whether the micro-batches' gradients may add up on the device, where their sum is rounded: nothing else adds to them, or has."""
+        return turn.number not in self._multiple and not any(self.engine.shared[unit] or self.engine.native.gradients_of(unit) for unit in turn.units)
 
     def _learn(self, lanes: list[MicroBatchLane]) -> None:
         """What the next step may rely on: modules that run once, and which comes last."""
         self._multiple = set()
+        self._calls = collections.Counter(call.frame.turn.number for lane in lanes for call in lane.calls)
         for lane in lanes:
             seen: set[int] = set()
             for call in lane.calls:

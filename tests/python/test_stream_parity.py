@@ -131,6 +131,31 @@ def test_tied_weights_and_dropout_have_the_same_bits_in_both_orders_with_one_mic
     assert all(torch.equal(master, runs[1][1][name]) for name, master in runs[0][1].items())
 
 
+def with_penalty(model, batch):
+    return model(**batch).loss + 1e-2 * sum(p.float().square().sum() for p in model.parameters())
+
+
+def with_another_pass(model, batch):
+    """Before the first micro-batch's own: it comes to each module after the others."""
+    with torch.no_grad():
+        wanted = model(**batch).logits.float().roll(1, 0) if batch["labels"].float().mean() > 90 else 0.0
+    return (model(**batch).logits.float() - wanted).square().mean()
+
+
+@pytest.mark.parametrize("loss", [with_penalty, with_another_pass])
+def test_gradients_that_come_at_several_times_are_rounded_once(loss):
+    data = batches("llama", 3)
+    data[0] = {**data[0], "labels": torch.full_like(data[0]["labels"], 100)}
+    loop, model = (tierflow.wrap(make("llama"), roomy()) for _ in range(2))
+    trainer = tierflow.Trainer(model, tierflow.optim.AdamW(model.parameters()), loss=loss)
+    for _ in range(2):  # the second knows which module comes last
+        for batch in data:
+            (loss(loop, batch) / len(data)).backward()
+        trainer.backward(data)
+        assert all(torch.equal(p.grad + 0, loop.get_parameter(name).grad + 0) for name, p in model.named_parameters())
+        loop.zero_grad(), trainer.opt.zero_grad()
+
+
 def test_layer_major_fetches_weights_once_a_direction():
     """Bytes that go up in a step do not grow with the micro-batches; in the free loop they do."""
     uploads = {}
