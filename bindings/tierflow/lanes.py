@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .losses import without_adapters
+from .modes import Modes, State
 from .turns import Frame, local
 
 
@@ -65,7 +65,8 @@ class MicroBatchLane:
         self.stopping = False
         self.calls: list[TurnCall] = []
         self.turns = 0  # that it took
-        self.off: list[Any] = []  # layers whose adapters are off while it runs
+        self._modes: Modes | None = None
+        self.state: State = ([], [])  # modes in which it left the model
         threading.Thread(target=self._run, name="tierflow micro-batch", daemon=True).start()
 
     def _run(self) -> None:
@@ -103,25 +104,32 @@ class MicroBatchLane:
         while self._served != self._asked:
             self._came.get()
 
-    def begin(self, work: Callable[[], Any]) -> None:
-        self.stop()  # an interrupt may have left it where it was
+    def begin(self, work: Callable[[], Any], modes: Modes, state: State) -> None:
+        """From the beginning, with the model in these modes. It rests."""
         self._work, self.result, self.stopping, self.turns = work, None, False, 0
+        self._modes, self.state = modes, state
         self.resume()
+
+    def here(self) -> None:
+        """Ahead of anything that is computed for this micro-batch: the model is in the modes in which it left it."""
+        assert self._modes is not None
+        self._modes.put(self.state)
 
     def resume(self, answer: Any = None) -> None:
         """Runs until the next turn, or the end."""
         self.frame, self.answer = None, answer
-        with without_adapters(self.off):
-            self._wake()
+        assert self._modes is not None
+        self._modes.put(self.state)
+        self._wake()
+        self.state = self._modes.now()
         if self.error is not None:
             raise self.error
 
     def pass_by(self) -> None:
         """A turn without a graph, and on to the next."""
         self.turns += 1
-        with without_adapters(self.off):
-            answer = self.at().call()
-        self.resume(answer)
+        self.here()
+        self.resume(self.at().call())
 
     def at(self) -> Frame:
         """The turn that it waits for."""
@@ -145,7 +153,7 @@ class MicroBatchLane:
         self._wait()
         while self._unfinished:
             self._wake()
-        self.frame, self.error, self.calls = None, None, []
+        self.frame, self.error, self.calls, self._modes = None, None, [], None
 
     def end(self) -> None:
         self._ended = True

@@ -5,9 +5,8 @@ Each is called with (model, micro_batch), as Trainer's `loss`, and works with an
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -33,20 +32,6 @@ def switches(model: nn.Module) -> bool:
     module in its place, and a prompt other inputs."""
     prompts = bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
     return not prompts and not any(base.__name__ == "ModulesToSaveWrapper" for module in model.modules() for base in type(module).__mro__)
-
-
-@contextlib.contextmanager
-def without_adapters(layers: Sequence[Any]) -> Iterator[None]:
-    """These layers of PEFT's compute what they would without adapters. Nothing else of them changes, as it does under disable_adapter(): parameters keep
-    their requires_grad, so that a layer may compute now with adapters and now without."""
-    before = [layer._disable_adapters for layer in layers]
-    try:
-        for layer in layers:
-            layer._disable_adapters = True
-        yield
-    finally:
-        for layer, was in zip(layers, before, strict=True):
-            layer._disable_adapters = was
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from .ambient import autocast_as, autocast_state
 from .lanes import MicroBatchLane, TurnCall, handed
 from .losses import loss_named, switches
 from .model import engine_of
+from .modes import Modes, State
 from .optim import AdamW, check_clip
 from .turns import Frame, Turn
 
@@ -42,7 +43,6 @@ class _Beside:
     batches: list[Any] = dataclasses.field(default_factory=list)  # those of them that want it
     name: str = ""
     function: Any = None
-    off: list[Any] = dataclasses.field(default_factory=list)  # layers with adapters
     of_lane: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def note(self, lane: MicroBatchLane) -> None:
@@ -55,9 +55,10 @@ class Trainer:
     """Layer-major steps: for all micro-batches of a step, each module's weights are fetched once in each direction.
 
     The model's code is unchanged. Each micro-batch runs in a thread of its own, which stops at every streamed module. Only one thread runs at a time, so nothing in the
-    model needs to be thread-safe; but if one forward() leaves a value in the model for a later call, another micro-batch may have replaced it. Losses and gradients are
-    bit for bit those of a loop that calls `(loss / len(micro_batches)).backward()` for each micro-batch in turn, with two exceptions for more than one micro-batch:
-    gradients of tied weights, and of those that a loss uses outside of their module, add up in another order; and dropout draws its random numbers layer by layer.
+    model needs to be thread-safe; but if one forward() leaves a value in the model for a later call, another micro-batch may have replaced it. train() and eval(), and
+    PEFT's adapters, are each micro-batch's own. Losses and gradients are bit for bit those of a loop that calls `(loss / len(micro_batches)).backward()` for each
+    micro-batch in turn, with two exceptions for more than one micro-batch: gradients of tied weights, and of those that a loss uses outside of their module, add up in
+    another order; and dropout draws its random numbers layer by layer.
 
     model: a streamed model, or a PEFT model over one. opt: a tierflow.optim.AdamW. loss: a function of (model, micro_batch) that returns the micro-batch's loss, by
     default `model(**micro_batch).loss`; or "dpo", "simpo" or "orpo" (tierflow.losses). clip: largest global gradient norm, above 0; None: no clipping.
@@ -100,16 +101,20 @@ class Trainer:
             raise _native.UsageError("a step has gradients: call it outside of torch.inference_mode()")
         beside = self._beside(micro_batches)
         lanes = self._lanes_for(len(micro_batches) + len(beside.batches))
-        grad_mode = torch.is_grad_enabled()
+        modes = Modes(self.model)
+        begun = ended = modes.now()
+        count, grad_mode = len(micro_batches), torch.is_grad_enabled()
         try:
             with torch.enable_grad():
-                return self._run(lanes[: len(micro_batches)], lanes[len(micro_batches) :], beside)
+                loss = self._run(lanes[:count], lanes[count:], beside, modes)
+            ended = lanes[count - 1].state
+            return loss
         except BaseException:
             torch.set_grad_enabled(grad_mode)  # Ctrl-C may come between a with statement's block and its end
-            for lane in lanes:
-                lane.stop()
             self.engine.broken = self.engine.broken or "a layer-major step was broken off"
             raise
+        finally:
+            self._end(lanes, modes, ended)
 
     def evaluate(self, micro_batches: Sequence[Any], function: Callable[[nn.Module, Any], Any] | None = None) -> list[Any]:
         """Returns the result of `function(model, micro_batch)` for each micro-batch, without gradients; by default the loss, as a number. All micro-batches pass a module
@@ -118,21 +123,22 @@ class Trainer:
         beside = self._beside(micro_batches) if function is None else _Beside(list(micro_batches))
         lanes = self._lanes_for(len(micro_batches) + len(beside.batches))
         count = len(micro_batches)
+        modes = Modes(self.model)
+        begun = ended = modes.now()
         try:
-            others = self._begun_beside(beside, lanes[count:])
+            others = self._begun_beside(beside, lanes[count:], modes)
             for lane, batch in zip(lanes, beside.taken, strict=False):
-                lane.begin(self._without_graph(find, batch))
+                lane.begin(self._without_graph(find, batch), modes, begun)
             while waiting := [lane for lane in [*others, *lanes[:count]] if lane.frame is not None]:
                 turn = min(waiting, key=lambda lane: lane.turns).at().turn
                 for lane in waiting:
                     if lane.at().turn is turn:
                         lane.pass_by()
                         beside.note(lane)
+            ended = lanes[count - 1].state if count else begun
             return [lane.result for lane in lanes[:count]]
         finally:
-            for lane in lanes:
-                lane.stop()
-                lane.result, lane.off = None, []
+            self._end(lanes, modes, ended)
 
     def _without_graph(self, function: Callable[[nn.Module, Any], Any], batch: Any) -> Callable[[], Any]:
         autocast = autocast_state(self.engine.device.type)
@@ -162,8 +168,6 @@ class Trainer:
             for batch, value in zip(beside.batches, found_ahead, strict=True):
                 batch[beside.name] = value
             beside.batches = []
-            return beside
-        beside.off = [module for module in self.model.modules() if isinstance(getattr(module, "_disable_adapters", None), bool)]
         return beside
 
     def _say_ahead(self) -> None:
@@ -172,12 +176,12 @@ class Trainer:
                         "with adapters in layers alone, or in tierflow.Session, it is computed in the step's visits")  # fmt: skip
         self._said = True
 
-    def _begun_beside(self, beside: _Beside, lanes: list[MicroBatchLane]) -> list[MicroBatchLane]:
+    def _begun_beside(self, beside: _Beside, lanes: list[MicroBatchLane], modes: Modes) -> list[MicroBatchLane]:
         """The lanes that compute it. They pass each module ahead of the others, in the same visit."""
+        without = modes.without_adapters(modes.now())
         for lane, batch in zip(lanes, beside.batches, strict=True):
-            lane.off = beside.off
             beside.of_lane[id(lane)] = batch
-            lane.begin(self._without_graph(beside.function, dict(batch)))
+            lane.begin(self._without_graph(beside.function, dict(batch)), modes, without)
             beside.note(lane)
         return lanes
 
@@ -185,8 +189,15 @@ class Trainer:
         while len(self._lanes) < count:
             self._lanes.append(MicroBatchLane())
         for lane in self._lanes:
-            lane.off = []
+            lane.stop()  # an interrupt may have left it where it was
         return self._lanes[:count]
+
+    def _end(self, lanes: list[MicroBatchLane], modes: Modes, ended: State) -> None:
+        for lane in lanes:
+            lane.stop()
+            lane.result = None
+        modes.now()  # what a lane did as it was stopped
+        modes.put(ended)
 
     def _clip(self) -> float:
         parameters = [p for group in self.opt.param_groups for p in group["params"]]
@@ -194,7 +205,7 @@ class Trainer:
             return float(torch.nn.utils.clip_grad_norm_(parameters, self.clip))
         return float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
-    def _run(self, lanes: list[MicroBatchLane], others: list[MicroBatchLane], beside: _Beside) -> float:
+    def _run(self, lanes: list[MicroBatchLane], others: list[MicroBatchLane], beside: _Beside, modes: Modes) -> float:
         autocast, count = autocast_state(self.engine.device.type), len(lanes)
 
         def work(batch: Any) -> Callable[[], torch.Tensor]:
@@ -205,9 +216,10 @@ class Trainer:
             return run
 
         losses: dict[int, float] = {}
-        self._begun_beside(beside, others)
+        begun = modes.now()
+        self._begun_beside(beside, others, modes)
         for lane, batch in zip(lanes, beside.taken, strict=True):
-            lane.begin(work(batch))
+            lane.begin(work(batch), modes, begun)
             self._finish(lane, lanes, losses, count)
         while waiting := [lane for lane in [*others, *lanes] if lane.frame is not None]:
             turn = min(waiting, key=lambda lane: lane.turns).at().turn
@@ -229,6 +241,7 @@ class Trainer:
             group = [lane for lane in waiting if lane.calls[-1].frame.turn is turn]
             together = self._keeps(turn) and self._calls[turn.number] == len(group)
             for position, lane in enumerate(group):
+                lane.here()
                 self._back(lane.calls.pop(), keep=together and position + 1 < len(group))
         return sum(losses.values()) / count
 
@@ -236,6 +249,7 @@ class Trainer:
         """A forward visit for one micro-batch."""
         frame = lane.at()
         lane.turns += 1
+        lane.here()
         if not frame.needs_graph:
             return frame.call()
         with torch.no_grad():
@@ -251,6 +265,7 @@ class Trainer:
         """The last module: forward, loss and backward of one micro-batch in one visit, without recomputation."""
         frame = lane.at()
         lane.turns += 1
+        lane.here()
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in frame.tensors]
         frame.remember_random()
         later = any(other.frame is not None and other.frame.turn is turn for other in lanes if other is not lane)

@@ -310,14 +310,6 @@ def test_a_micro_batch_without_a_label_that_counts_teaches_nothing(work):  # noq
     assert losses.Distillation()(model, given).item() == 0.0
 
 
-def test_layers_that_were_off_stay_off():
-    layers = [type("Layer", (), {"_disable_adapters": off})() for off in (True, False)]
-    with pytest.raises(KeyError), losses.without_adapters(layers):
-        assert all(layer._disable_adapters for layer in layers)
-        raise KeyError
-    assert [layer._disable_adapters for layer in layers] == [True, False]
-
-
 def test_pairs_are_not_packed(work, tmp_path):  # noqa: F811
     options = {"format": "preference", "sequence_length": LENGTH, "cache": tmp_path / "cache"}
     assert len(tierflow.data.prepare(work / "model", work / "pairs.jsonl", packing="none", **options)) == len(pairs_of(work))
