@@ -1,19 +1,17 @@
-"""Models in and out: planning, loading, wrapping, saving."""
+"""Models in and out: planning, loading, wrapping, saving, closing."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,15 +20,13 @@ from . import _native
 from .budget import UNCONVERTED, Budget, Plan, parse_size
 from .copies import let_copy
 from .engine import Engine
-from .folders import expect_model_folder, written_to
+from .folders import expect_model_folder
 from .fused import say_what_is_fused
-from .inputs import expect_no_cache
-from .isolation import watch
-from .keys import saved_as
 from .loss import fuse_loss
 from .optim import skipped_steps
 from .parameter import StreamedParameter, note_replaced
-from .recorded import know_shared_keys
+from .pretrained import fit
+from .saving import engine_of, plain_parts, write
 from .stored import StoredModel
 from .units import Cut, check_real, cut, init_empty, move_buffers
 
@@ -127,7 +123,7 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
     move_buffers(module, engine.device)
     _stay_in_place(module, engine)
     let_copy(module, engine, ("_apply",), _no_assign)
-    _fit_transformers(module, engine)
+    fit(module, engine)
     if fused_layers:
         say_what_is_fused(engine.turns)
         fuse_loss(module, engine.activations)
@@ -154,14 +150,6 @@ def _run_of(module: nn.Module, plan: Plan, fused_layers: bool, weights: str) -> 
     kept = {key: value for key, value in values.items() if not key.startswith("_") and key not in ("transformers_version", "use_cache", "architectures")}
     run = {"class": f"{type(module).__module__}.{type(module).__qualname__}", "attention": getattr(config, "_attn_implementation", None)}
     return json.dumps({**run, "weights": weights, "configuration": kept, "fused_layers": fused_layers, "blocks": list(plan.blocks)}, default=str, sort_keys=True)
-
-
-def engine_of(module: nn.Module) -> Engine:
-    """The engine of a streamed module, or of one that holds it (a PEFT model)."""
-    for parameter in module.parameters():
-        if isinstance(parameter, StreamedParameter):
-            return cast(Engine, parameter.engine)
-    raise _native.UsageError("the module does not stream: make it with tierflow.load() or tierflow.wrap()")
 
 
 def close(module: nn.Module, *, discard: bool = False) -> None:
@@ -200,7 +188,7 @@ def stats(module: nn.Module) -> dict[str, Any]:
 def save(module: nn.Module, folder: str | os.PathLike, max_shard_size: int | str = "5GB") -> None:
     """Writes the module's weights (bf16) and floating-point buffers as safetensors to a folder, streamed, owed updates included: what it computes with now, under
     the names of its state_dict()."""
-    _write(module, folder, max_shard_size, lambda state: (plain_parts(state), []))
+    write(module, folder, max_shard_size, lambda state: (plain_parts(state), []))
 
 
 def merge(model: str | os.PathLike, adapter: str | os.PathLike, out: str | os.PathLike) -> None:
@@ -208,49 +196,6 @@ def merge(model: str | os.PathLike, adapter: str | os.PathLike, out: str | os.Pa
     streamed, without the model in RAM. out: a folder that does not exist yet, or is empty; it gets the tokenizer too. Raises InputError if the adapters do not fit."""
     if broken := _native.merge(os.fspath(model), os.fspath(adapter), os.fspath(out)):
         log.warning("the values of %s are not all finite: what was merged in %s is of no use", broken, os.fspath(out))
-
-
-def plain_parts(state: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Each under its own name."""
-    return {name: [(name, list(tensor.shape))] for name, tensor in state.items()}
-
-
-def saved_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What of a module is saved: its floating-point parameters and buffers, each under the first of its names."""
-    engine = engine_of(module)
-    state: dict[str, torch.Tensor] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if torch.is_floating_point(value) and not any(value is seen for seen in state.values()):
-            state[name] = value
-        if isinstance(value, StreamedParameter) and value.engine is not engine:
-            raise _native.UsageError(f"{name} belongs to another streamed model: save each of them on its own")
-    return state
-
-
-def by_place(engine: Engine, state: dict[str, torch.Tensor], parts: dict[str, Any]) -> tuple[list[list[Any]], list[tuple[torch.Tensor, Any]]]:
-    """The tensors that saved_state()'s are cut into: of those that stream by unit and tensor, and of the others."""
-    streamed: list[list[Any]] = [[[] for _ in handles] for handles in engine.handles]
-    ordinary: list[tuple[torch.Tensor, Any]] = []
-    for name, own in parts.items():
-        value = state[name]
-        if isinstance(value, StreamedParameter):
-            streamed[value.unit][value.index] = own
-        else:
-            ordinary.append((value, own))
-    return streamed, ordinary
-
-
-def _write(module: nn.Module, folder: str | os.PathLike, max_shard_size: int | str, named: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    engine, state = engine_of(module), saved_state(module)
-    parts, extra = named(state)
-    streamed, ordinary = by_place(engine, state, parts)
-    for value, own in ordinary:
-        pieces = value.detach().flatten().split([math.prod(shape) for _, shape in own])
-        extra += [(new, piece.view(shape), piece.clone) for (new, shape), piece in zip(own, pieces, strict=True)]
-    with written_to(folder):
-        os.makedirs(folder, exist_ok=True)
-    if broken := engine.native.save(os.fspath(folder), streamed, extra, parse_size(max_shard_size)):
-        log.warning("the values of %s are not all finite: what was saved in %s is of no use", broken, folder)
 
 
 def _build(path: Path, model_class: Any = None, attn_implementation: str | None = None) -> nn.Module:
@@ -316,80 +261,3 @@ def _stay_in_place(module: nn.Module, engine: Engine) -> None:
     for part in module.modules():
         object.__setattr__(part, "_apply", types.MethodType(_apply, part))
         part.register_load_state_dict_pre_hook(_no_assign)
-
-
-def expect_no_adapter(model: nn.Module) -> None:
-    if any(".base_layer." in name or ".original_module." in name for name, _ in model.named_parameters()):
-        raise _native.UsageError("an adapter is inside of the model: save_pretrained() of the PEFT model writes the adapter; to write both as one, merge_and_unload() first")
-
-
-def write_configs(model: Any, folder: str | os.PathLike) -> None:
-    """config.json, with use_cache as it was before the model streamed, and what transformers writes beside it."""
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    config.dtype = torch.bfloat16
-    for part in engine_of(model).without_cache:
-        _caching(config)[part].use_cache = True
-    config.save_pretrained(folder)
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(folder)
-
-
-def _caching(config: Any) -> dict[str, Any]:
-    """The parts of a transformers model's config that may have use_cache."""
-    parts = {"model": config, "text": getattr(config, "text_config", None)}
-    return {part: of for part, of in parts.items() if of is not None}
-
-
-def _fit_transformers(module: Any, engine: Engine) -> None:
-    """What a transformers model has to know: caches do not go with recomputation, and saving streams."""
-    config = getattr(module, "config", None)
-    if config is None or not hasattr(module, "save_pretrained"):
-        return
-    know_shared_keys()
-    module.register_forward_pre_hook(expect_no_cache, with_kwargs=True)
-    for part, of in _caching(config).items():
-        if getattr(of, "use_cache", None):
-            of.use_cache = False
-            engine.without_cache.append(part)
-
-    def save_pretrained(self, save_directory, *, max_shard_size="5GB", **ignored):
-        """Writes config.json and streams the weights as safetensors. Other arguments of transformers' save_pretrained() have no meaning here."""
-        if ignored.get("push_to_hub") or ignored.get("variant"):
-            raise _native.UsageError("a streamed model's save_pretrained() has neither push_to_hub nor variant: upload the folder that it writes")
-        expect_no_adapter(self)
-        _write(self, save_directory, max_shard_size, lambda state: saved_as(self, state))
-        with written_to(save_directory):
-            write_configs(self, save_directory)
-
-    watch(module)
-    tie = module.tie_weights
-
-    def tie_weights(self, *args, **kwargs):
-        places = {(owner, name): p for owner in self.modules() for name, p in owner._parameters.items()}
-        tied = tie(*args, **kwargs)
-        moved = [(owner, name, p) for (owner, name), p in places.items() if owner._parameters.get(name) is not p]
-        for owner, name, p in moved:
-            owner._parameters[name] = p
-        if moved:
-            raise _native.UsageError("weights of a streamed model are tied before it streams: set config.tie_word_embeddings in the model's folder, or tie, then tierflow.wrap()")
-        return tied
-
-    def resize_token_embeddings(self, new_num_tokens=None, *args, **kwargs):
-        embeddings = self.get_input_embeddings()
-        if new_num_tokens is None or new_num_tokens == embeddings.weight.shape[0]:
-            return embeddings
-        raise _native.UsageError(
-            f"a streamed model keeps its {embeddings.weight.shape[0]} token embeddings: resize the model that from_pretrained() loads, save_pretrained() it, and "
-            "tierflow.load() that folder; or resize, then tierflow.wrap()"
-        )
-
-    module.tie_weights = types.MethodType(tie_weights, module)
-    module.resize_token_embeddings = types.MethodType(resize_token_embeddings, module)
-
-    def nothing_to_checkpoint(self, *_, **__):
-        """Nothing to do: a streamed module keeps no activations but its inputs, and what its budget has room for."""
-
-    module.save_pretrained = types.MethodType(save_pretrained, module)
-    for name in ("gradient_checkpointing_enable", "activation_checkpointing_enable"):  # transformers 5 calls it by the second
-        setattr(module, name, types.MethodType(nothing_to_checkpoint, module))

@@ -15,8 +15,9 @@ from torch import nn
 
 from . import _native
 from .keys import saved_as
-from .model import by_place, engine_of, expect_no_adapter, plain_parts, saved_state, write_configs
 from .parameter import StreamedParameter
+from .pretrained import expect_no_adapter, write_configs
+from .saving import by_place, engine_of, plain_parts, saved_state
 
 
 def result_of(model: nn.Module) -> dict[str, Any]:

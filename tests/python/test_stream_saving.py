@@ -237,9 +237,29 @@ def test_shards_have_the_size_that_is_asked_for(model, tmp_path):
     for save in (lambda to: model.save_pretrained(to, max_shard_size="100KB"), lambda to: tierflow.save(model, to, "100KB"), lambda to: tierflow.save(model, to, 100_000)):
         save(tmp_path / "out")
         assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
-    with pytest.raises(tierflow.UsageError, match="upload the folder that it writes"):
-        model.save_pretrained(tmp_path / "other", variant="fp16")
-    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("asked", [{"push_to_hub": True}, {"variant": "fp16"}, {"safe_serialization": False}, {"save_original_format": False}, {"distributed_checkpoint": True}])
+def test_what_transformers_would_write_otherwise_is_refused(asked, model, tmp_path):
+    with pytest.raises(tierflow.UsageError, match=f"has no {next(iter(asked))}=.*upload the folder that it writes"):
+        model.save_pretrained(tmp_path / "out", **asked)
+    model.save_pretrained(tmp_path / "out", is_main_process=False)
+    assert not (tmp_path / "out").exists()
+    model.save_pretrained(tmp_path / "out", True, None, push_to_hub=False, variant=None, safe_serialization=True, token=None, save_function=torch.save)
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_values_that_are_not_the_models_own_are_written_into_it_and_saved_then(model, tmp_path):
+    averaged = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
+    for other in (averaged, {**model.state_dict(), UP: averaged[UP]}, {UP: model.state_dict()[UP]}, {**model.state_dict(), UP: model.state_dict()["lm_head.weight"]}, make("llama").state_dict()):
+        with pytest.raises(tierflow.UsageError, match=r"write them into the model first, model.load_state_dict\(values\)"):
+            model.save_pretrained(tmp_path / "out", state_dict=other)
+    assert not (tmp_path / "out").exists()
+    model.save_pretrained(tmp_path / "own", state_dict=model.state_dict())
+    assert torch.equal(read(tmp_path / "own")[UP], model.get_parameter(UP) + 0)
+    model.load_state_dict(averaged)
+    model.save_pretrained(tmp_path / "out", state_dict=model.state_dict(keep_vars=True))
+    assert torch.equal(read(tmp_path / "out")[UP], averaged[UP])
 
 
 def test_a_merge_says_what_is_not_finite(tmp_path, caplog):
