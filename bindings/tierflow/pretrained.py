@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -44,6 +45,27 @@ def _expect_own(model: nn.Module, given: Mapping[str, Any]) -> None:
         )
 
 
+def with_adapters_read(model: Any, state: Mapping[str, Any], adapters: list[str], **how: Any) -> dict[str, Any]:
+    """A state_dict in which adapters that stream are tensors in memory: those entries that PEFT takes for them."""
+    from peft import get_peft_model_state_dict
+
+    taken = {id(value) for name in adapters for value in get_peft_model_state_dict(model, state_dict=dict(state), adapter_name=name, **how).values()}
+    return {name: value.clone() if isinstance(value, StreamedParameter) and id(value) in taken else value for name, value in state.items()}
+
+
+def _save_streamed_adapters(model: Any) -> None:
+    """For a PEFT model that was wrapped with its adapters in it, so that they stream like the rest."""
+
+    def save_pretrained(self, save_directory, safe_serialization=True, selected_adapters=None, save_embedding_layers="auto", **others):
+        """PEFT's own, of values that are read from where they stream."""
+        state = others.pop("state_dict", None) or self.state_dict()
+        adapters = list(self.peft_config) if selected_adapters is None else [name for name in selected_adapters if name in self.peft_config]
+        values = with_adapters_read(self, state, adapters, save_embedding_layers=save_embedding_layers)
+        type(self).save_pretrained(self, save_directory, safe_serialization, selected_adapters, save_embedding_layers, state_dict=values, **others)
+
+    model.save_pretrained = types.MethodType(save_pretrained, model)
+
+
 def expect_no_adapter(model: nn.Module) -> None:
     if any(".base_layer." in name or ".original_module." in name for name, _ in model.named_parameters()):
         raise _native.UsageError("an adapter is inside of the model: save_pretrained() of the PEFT model writes the adapter; to write both as one, merge_and_unload() first")
@@ -69,6 +91,11 @@ def _caching(config: Any) -> dict[str, Any]:
 
 def fit(module: Any, engine: Engine) -> None:
     """What a transformers model has to know: caches do not go with recomputation, and saving streams."""
+    outer = module
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(module, peft.PeftModel):
+        _save_streamed_adapters(module)
+        module = module.get_base_model()
     config = getattr(module, "config", None)
     if config is None or not hasattr(module, "save_pretrained"):
         return
@@ -79,11 +106,15 @@ def fit(module: Any, engine: Engine) -> None:
             of.use_cache = False
             engine.without_cache.append(part)
 
-    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, *, max_shard_size="5GB", **others):
-        """Writes config.json and streams the weights as safetensors. Of transformers' other arguments those that would change what is written raise UsageError, and
-        so does a state_dict with other values than the model's own."""
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, *, max_shard_size="5GB", save_peft_format=True, **others):
+        """Writes config.json and streams the weights as safetensors; where add_adapter() or load_adapter() gave the model an adapter, writes that as transformers does.
+        Of transformers' other arguments those that would change what is written raise UsageError, and so does a state_dict with other values than the model's own."""
         if changed := [name for name, plain in _AS_THEY_ARE.items() if others.get(name, plain) not in (plain, None)]:
             raise _native.UsageError(f"a streamed model's save_pretrained() has no {changed[0]}={others[changed[0]]!r}: leave it out, and change or upload the folder that it writes")
+        if getattr(self, "_hf_peft_config_loaded", False):
+            values = with_adapters_read(self, self.state_dict() if state_dict is None else state_dict, self.active_adapters())
+            type(self).save_pretrained(self, save_directory, is_main_process, values, max_shard_size=max_shard_size, save_peft_format=save_peft_format)
+            return
         expect_no_adapter(self)
         if state_dict is not None:
             _expect_own(self, state_dict)
@@ -92,7 +123,7 @@ def fit(module: Any, engine: Engine) -> None:
             with written_to(save_directory):
                 write_configs(self, save_directory)
 
-    watch(module)
+    watch(outer)
     tie = module.tie_weights
 
     def tie_weights(self, *args, **kwargs):
