@@ -11,6 +11,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
+from . import _native
 from .attention import register
 from .checkpoint import load_checkpoint, save_checkpoint
 from .model import stats
@@ -24,8 +25,8 @@ class TierflowCallback(TrainerCallback):
     """Lets a Trainer resume from its checkpoints bit for bit, and adds to its logs for each lane the GB that moved since the last log and the share of time in which the
     lane was busy.
 
-    Use TierflowCallback().attach(trainer), not callbacks=[...]: the callback needs the trainer, and must come before the callbacks that write logs elsewhere
-    (TensorBoard, W&B). Each checkpoint folder then has a folder `tierflow` (tierflow.save_checkpoint()), which train(resume_from_checkpoint=...) loads again.
+    Use TierflowCallback().attach(trainer), not callbacks=[...], with which training raises UsageError: the callback needs the trainer, and must come before the callbacks
+    that write logs elsewhere (TensorBoard, W&B). Each checkpoint folder then has a folder `tierflow` (tierflow.save_checkpoint()), which train(resume_from_checkpoint=...) loads again.
     """
 
     def __init__(self) -> None:
@@ -54,11 +55,13 @@ class TierflowCallback(TrainerCallback):
         trainer.train = resuming
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._trainer is not None and not args.save_only_model:
+        if not args.save_only_model:
             folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             save_checkpoint(self._trainer.model, self._optimizer(), folder / "tierflow")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if self._trainer is None:
+            raise _native.UsageError("a TierflowCallback needs the trainer, which callbacks=[...] and add_callback() do not give it: leave it out there, and call TierflowCallback().attach(trainer)")
         if self._resume is not None:
             load_checkpoint(self._trainer.model, self._optimizer(), self._resume / "tierflow")
         self._before, self._since = stats(model)["lanes"], time.monotonic()

@@ -117,6 +117,7 @@ def test_a_lane_that_worked_half_of_the_time_was_busy_by_a_half(monkeypatch):
     monkeypatch.setattr(hf, "stats", lambda model: {"lanes": next(found), "skipped_steps": 3})
     monkeypatch.setattr(hf, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     callback, logs = hf.TierflowCallback(), {"loss": 1.0}
+    callback.attach(types.SimpleNamespace(train=None, callback_handler=types.SimpleNamespace(callbacks=[])))
     callback.on_train_begin(None, None, None)
     callback.on_log(None, types.SimpleNamespace(log_history=[]), None, logs=logs)
     assert logs == {"loss": 1.0, "tierflow/skipped_steps": 3, **{f"tierflow/{lane}_{what}": value for lane in at for what, value in (("gb", 2.0), ("busy", 0.5))}}
@@ -146,3 +147,16 @@ def test_a_checkpoint_of_the_model_alone_has_no_state_and_a_second_training_begi
         model.lm_head.weight.fill_(0.5)
     one.train()
     assert not torch.equal(model.lm_head.weight.master(), saved), "what was resumed once is not resumed again"
+
+
+@pytest.mark.parametrize("way", ["callbacks", "add_callback"])
+def test_a_callback_that_has_no_trainer_says_how_it_gets_one(way, tmp_path, model):
+    from tierflow.hf import TierflowCallback
+
+    opt = tierflow.optim.AdamW(model.parameters(), lr=LR)
+    options = {"callbacks": [TierflowCallback()]} if way == "callbacks" else {}
+    trainer = transformers.Trainer(model, arguments(tmp_path / "out", max_steps=1), train_dataset=Examples(), optimizers=(opt, None), **options)
+    if way == "add_callback":
+        trainer.add_callback(TierflowCallback)
+    with pytest.raises(tierflow.UsageError, match=r"call TierflowCallback\(\).attach\(trainer\)"):
+        trainer.train()
