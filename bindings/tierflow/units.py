@@ -137,6 +137,8 @@ def cut(model: nn.Module, blocks: Sequence[str] = (), trainable: bool = True, ba
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
+            if trainable and parameter.requires_grad and isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                raise _native.UsageError(f"{module_name or 'the embedding'} has sparse gradients, and those of streamed parameters are dense: make it with sparse=False, or set .sparse = False")
             entry = tensors.setdefault(id(parameter), Tensor(parameter, [], []))
             entry.names.append(f"{module_name}.{name}" if module_name else name)
             entry.places.append((module, name))

@@ -261,6 +261,8 @@ def test_generate(model, batch):
         (lambda m: tierflow.Budget("12 parsecs", 1), "is no size"),
         (lambda m: tierflow.wrap(torch.nn.Linear(2, 2), roomy(blocks=["Absent"])), "no module of such a class"),
         (lambda m: tierflow.wrap(torch.nn.Linear(2, 2), roomy(precision="fp8")), "fp8 is unknown"),
+        (lambda m: tierflow.wrap(torch.nn.Sequential(torch.nn.Embedding(4, 2, sparse=True)), roomy()), "^0 has sparse gradients, .*make it with sparse=False"),
+        (lambda m: tierflow.plan(torch.nn.EmbeddingBag(4, 2, sparse=True), tierflow.Budget("1MiB", "1MiB")), "the embedding has sparse gradients"),
         (lambda m: tierflow.load("/nowhere", roomy()), "/nowhere: there is no such folder; a model is a folder with config.json"),
         (lambda m: tierflow.load("/tmp", roomy()), "/tmp: has no config.json: a model is a folder with config.json"),
     ],
@@ -268,6 +270,13 @@ def test_generate(model, batch):
 def test_misuse_raises_what_to_do(misuse, text, model):
     with pytest.raises(tierflow.Error, match=text):
         misuse(model)
+
+
+def test_a_frozen_embedding_may_say_that_its_gradients_are_sparse():
+    embedding = torch.nn.Embedding(4, 2, sparse=True).requires_grad_(False)
+    model = tierflow.wrap(torch.nn.Sequential(embedding, torch.nn.Linear(2, 1)), roomy())
+    model(torch.tensor([0, 3])).sum().backward()
+    assert model[1].weight.grad.norm() > 0
 
 
 @pytest.mark.parametrize("activations", [0.0, 0.5, 0.95])
