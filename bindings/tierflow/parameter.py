@@ -98,7 +98,7 @@ class _Streamed(torch.Tensor):
     def _no_memory(self, *_: Any) -> Any:
         raise _native.UsageError(
             f"{self.label} has no memory of its own while its module does not run: save a streamed model with save_pretrained() or tierflow.save_checkpoint(), "
-            "and read values with p + 0 or p.master()"
+            "adapters of an embedding or a head with save_pretrained(..., save_embedding_layers=False), and read values with p + 0 or p.master()"
         )
 
     data_ptr = untyped_storage = storage = _typed_storage = share_memory_ = _no_memory

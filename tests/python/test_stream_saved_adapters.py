@@ -86,3 +86,17 @@ def test_an_adapter_that_transformers_adds_is_saved_as_its_own(first, tmp_path):
         name: sorted(value) if isinstance(value, list) else value for name, value in theirs.items()
     }
     expect_same_values(peft.PeftModel.from_pretrained(make("llama"), tmp_path / "adapter"), model)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_adapters_of_an_embedding_or_a_head_say_how_they_are_saved(target, tmp_path):
+    config = peft.LoraConfig(r=4, target_modules=[target], init_lora_weights=False)
+    model = peft.get_peft_model(tierflow.wrap(make("llama"), roomy(trainable=False)), config).eval()
+    with pytest.raises(tierflow.UsageError, match="save_embedding_layers=False"):
+        model.save_pretrained(tmp_path / "adapter")
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    again = peft.PeftModel.from_pretrained(make("llama"), tmp_path / "adapter").eval()
+    assert torch.equal(logits(again), logits(model))
+    begun = tierflow.wrap(peft.get_peft_model(make("llama"), config), roomy())
+    begun.save_pretrained(tmp_path / "streamed")  # with the embedding, as PEFT does
+    assert any(name.endswith(f"{target}.base_layer.weight") for name in load_file(tmp_path / "streamed" / "adapter_model.safetensors"))
