@@ -31,7 +31,7 @@ int run_eval(const EvalOptions& options) {
   std::optional<DocumentScores> documents;
   if (!options.per_document.empty()) documents.emplace(options.per_document, options.sequence_length);
   const Model model = load_with(options.model, options.adapter, options.base_precision, options.read_as);
-  say_if_for_other_weights(options.adapter, options.model, options.read_as, log);
+  say_what_differs(options.adapter, options, log);
   const ModelSpec& spec = model.spec();
   const Dataset data = prepare_data(data_options(options, spec, temporary_folder()), log);
   if (documents) (void)data.training_documents(0);  // text has none

@@ -101,7 +101,7 @@ class Generation {
         log_(log),
         model_(with_experts_on_demand(
             load_with(options.model, options.adapter, options.base_precision, options.read_as))) {
-    say_if_for_other_weights(options.adapter, options.model, options.read_as, log);
+    say_what_differs(options.adapter, options, log);
     const DataOptions data = data_options(options, model_.spec());
     say_if_bytes_are_tokens(data, log);
     tokenizer_.emplace(data);

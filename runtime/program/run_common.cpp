@@ -76,6 +76,33 @@ void say_if_for_other_weights(const std::filesystem::path& adapter, const std::f
       printable(adapter.string()), printable(model.string())));
 }
 
+namespace {
+
+constexpr std::uint64_t kLargestFile = 16 << 20;
+
+// The text of the folder's chat template; empty if it has none, or several.
+std::string chat_template_of(const std::filesystem::path& folder) {
+  std::error_code ignored;
+  const std::filesystem::path own = folder / "chat_template.jinja", config = folder / "tokenizer_config.json";
+  if (std::filesystem::is_regular_file(own, ignored)) return read_text(own, kLargestFile);
+  if (!std::filesystem::is_regular_file(config, ignored)) return "";
+  const auto root = nlohmann::json::parse(read_text(config, kLargestFile), nullptr, false);
+  const auto found = root.is_object() ? root.value("chat_template", nlohmann::json()) : nlohmann::json();
+  return found.is_string() ? found.get<std::string>() : "";
+}
+
+}  // namespace
+
+void say_what_differs(const std::filesystem::path& adapter, const DataChoice& options, TrainingLog& log) {
+  say_if_for_other_weights(adapter, options.model, options.read_as, log);
+  if (adapter.empty() || !options.chat_template.empty()) return;
+  const std::string trained = chat_template_of(adapter);
+  if (trained.empty() || trained == chat_template_of(options.model)) return;
+  log.say(
+      fmt::format("warning: {} has another chat template than {}, whose own is taken: --chat-template takes the other",
+                  printable(adapter.string()), printable(options.model.string())));
+}
+
 void say_if_bytes_are_tokens(const DataOptions& options, TrainingLog& log) {
   if (options.lacks_tokenizer.empty()) return;
   log.say(

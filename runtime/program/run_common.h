@@ -22,6 +22,8 @@ Model training_model(const TrainOptions& options, const ModelSpec& spec);
 // Warns where a folder of adapters, if one is named, is for other weights than those of the model.
 void say_if_for_other_weights(const std::filesystem::path& adapter, const std::filesystem::path& model,
                               const std::string& as, TrainingLog& log);
+// The same, and warns where such a folder has another chat template than the model, and no option chose one.
+void say_what_differs(const std::filesystem::path& adapter, const DataChoice& options, TrainingLog& log);
 // Warns of DataOptions::lacks_tokenizer.
 void say_if_bytes_are_tokens(const DataOptions& options, TrainingLog& log);
 // The data, prepared; what became of them is said.

@@ -191,7 +191,7 @@ class Training {
       session.embedding_part = left_.embedding_part;
     }
     write_limit_ = session.write_limit;
-    if (!left_.resumable) say_if_for_other_weights(options_.adapter, options_.model, options_.read_as, log_);
+    if (!left_.resumable) say_what_differs(options_.adapter, options_, log_);
     announce_device(options_, session, log_);
     forecast_.choose(session, steps_);
     const AdamW adamw{.lr = highest_lr(options_),

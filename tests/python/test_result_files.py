@@ -50,6 +50,10 @@ def test_a_result_has_the_chat_template_that_it_was_trained_with(work):
     run(work, "export", "--storage", "store", "--out", "exported")
     for name in ("whole", "adapters", "merged", "exported"):
         assert templates(work / name) == {"chat_template.jinja": "of the run"}, name
+    # Over the model itself its own template is taken, which is said.
+    words = ["eval", "--model", "model", "--adapter", "adapters", "--data", "text.txt", "--max-sequences", "1", *small()]
+    warning = "warning: adapters has another chat template than model, whose own is taken: --chat-template takes the other\n"
+    assert warning in run(work, *words).stderr and warning not in run(work, *words, "--chat-template", "own.jinja").stderr
 
 
 def test_an_export_has_what_goes_with_the_weights_or_says_what_it_lacks(work):
