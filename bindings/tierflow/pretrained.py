@@ -91,7 +91,6 @@ def _caching(config: Any) -> dict[str, Any]:
 
 def fit(module: Any, engine: Engine) -> None:
     """What a transformers model has to know: caches do not go with recomputation, and saving streams."""
-    outer = module
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(module, peft.PeftModel):
         _save_streamed_adapters(module)
@@ -123,7 +122,7 @@ def fit(module: Any, engine: Engine) -> None:
             with written_to(save_directory):
                 write_configs(self, save_directory)
 
-    watch(outer)
+    watch(module)
     tie = module.tie_weights
 
     def tie_weights(self, *args, **kwargs):
