@@ -70,7 +70,7 @@ AdapterFolder open_adapter(const fs::path& folder) {
 }
 
 bool is_for_other_weights(const fs::path& adapter, const fs::path& base, const std::string& as) {
-  const std::string then = Checkpoint::open_file(adapter, kWeights).base_weights();
+  const std::string then = open_adapter(adapter).weights->base_weights();
   return !then.empty() && then != hash_text(weights_hash(base, as));
 }
 
