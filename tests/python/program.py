@@ -42,6 +42,15 @@ def run(work, *words, ok=True, timeout=300, env=None, **more):
     return done
 
 
+def adapter_bits(folder):
+    """Of adapters over a base that two folders store in their own way: names, shapes and values, without the hash of the folder's weights."""
+    raw = (folder / "adapter_model.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:8 + length])
+    assert header.pop("__metadata__")["tierflow_base_weights"]
+    return header, raw[8 + length:]
+
+
 def changed(words, values):
     """The same words with other values of these options."""
     return [values.get(before, word) for before, word in zip(["", *words], words)]

@@ -5,7 +5,7 @@ import bitsandbytes.functional as bnb
 import pytest
 import torch
 import transformers
-from program import config, needs_torch, run, small, steps_of
+from program import adapter_bits, config, needs_torch, run, small, steps_of
 from safetensors.torch import load_file, save_file
 from test_quantised_folders import LORA, loss, rounded
 
@@ -63,7 +63,7 @@ def test_in_its_own_format_it_stays_as_it_is(work, saved, kind):
     for name, model, words in ("values", "even", []), ("kept", "stored", kept), ("streamed", "stored", [*kept, "--storage", "store", "--host-memory", "1536KiB"]):
         run(work, *LORA, "--use-dora", "--model", model, "--out", name, *small(*words, "--log-json", f"{name}.json"))
         losses[name] = [record["loss"] for record in steps_of(work / f"{name}.json")]
-        adapters[name] = (work / name / "adapter_model.safetensors").read_bytes()
+        adapters[name] = adapter_bits(work / name)
     assert losses["values"] == losses["kept"] == losses["streamed"] and len(losses["kept"]) == 3
     assert adapters["values"] == adapters["kept"] == adapters["streamed"]
     assert loss(work, "stored", *kept) == loss(work, "even")

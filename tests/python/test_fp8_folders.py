@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 import transformers
-from program import needs_torch, run, small, steps_of, the_error
+from program import adapter_bits, needs_torch, run, small, steps_of, the_error
 from safetensors.torch import load_file, save_file
 from test_models import CONFIGS, randomised
 from test_quantised_folders import ADAPTERS, LORA, METHODS, ROWS, loss, saved_by_the_format
@@ -30,7 +30,7 @@ def test_fp8_is_kept_as_the_folder_has_it(work, folders):
         done = run(work, *LORA, "--model", "stored", "--use-dora", "--out", name, *small(*words, "--log-json", f"{name}.json", "--json"))
         assert ("the base stays in fp8, as the folder has it; --base-precision bf16 makes bf16 of it" in done.stderr) == (name == "auto")
         losses[name] = [record["loss"] for record in steps_of(work / f"{name}.json")]
-        adapters[name] = (work / name / "adapter_model.safetensors").read_bytes()
+        adapters[name] = adapter_bits(work / name)
         said[name] = json.loads(done.stdout.splitlines()[-1])["summary"]
     assert losses["bf16"] == losses["fp8"] == losses["fp8-streamed"] == losses["auto"] and len(losses["bf16"]) == 3
     assert adapters["bf16"] == adapters["fp8"] == adapters["fp8-streamed"] == adapters["auto"]
@@ -73,7 +73,7 @@ def test_fp8_with_a_scale_for_each_row_is_kept_as_the_folder_has_it(work, folder
         done = run(work, *LORA, "--model", "values" if name == "bf16" else "stored", "--out", name, *small(*words, "--log-json", f"{name}.json", "--json"))
         assert ("the base stays in fp8-rows, as the folder has it; --base-precision bf16 makes bf16 of it" in done.stderr) == (name == "auto")
         losses[name] = [record["loss"] for record in steps_of(work / f"{name}.json")]
-        adapters[name] = (work / name / "adapter_model.safetensors").read_bytes()
+        adapters[name] = adapter_bits(work / name)
         said[name] = json.loads(done.stdout.splitlines()[-1])["summary"]
     assert len(losses["bf16"]) == 3 and all(each == losses["bf16"] for each in losses.values())
     assert all(each == adapters["bf16"] for each in adapters.values())

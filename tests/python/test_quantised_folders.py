@@ -5,7 +5,7 @@ import bitsandbytes.functional as bnb
 import pytest
 import torch
 import transformers
-from program import needs_torch, run, small, steps_of, the_error
+from program import adapter_bits, needs_torch, run, small, steps_of, the_error
 from safetensors.torch import load_file, save_file
 from test_models import CONFIGS, randomised
 from test_source_folder import wrapped
@@ -184,7 +184,7 @@ def saved_by_the_format(work, precision, more):
     for name, model, words in ("bf16", "values", []), ("kept", "stored", kept), ("streamed", "stored", [*kept, "--storage", "store", "--host-memory", "2MiB"]):
         done = run(work, *LORA, *more, "--model", model, "--out", name, *small(*words, "--log-json", f"{name}.json", "--json"))
         losses[name] = [record["loss"] for record in steps_of(work / f"{name}.json")]
-        adapters[name] = (work / name / "adapter_model.safetensors").read_bytes()
+        adapters[name] = adapter_bits(work / name)
         said[name] = json.loads(done.stdout.splitlines()[-1])["summary"]
     assert losses["bf16"] == losses["kept"] == losses["streamed"] and len(losses["bf16"]) == 3
     assert adapters["bf16"] == adapters["kept"] == adapters["streamed"]
