@@ -74,3 +74,15 @@ def without_cudnn_attention(device: torch.device) -> Iterator[None]:
     finally:
         if chosen:
             torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+@contextlib.contextmanager
+def without_fast_path() -> Iterator[None]:
+    """torch.nn's attention and encoder layers compute what they would with a graph. Without one, and in eval mode, they have other kernels, with other results where
+    there is padding."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,7 @@ _OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backwa
 LIBRARIES = ("torch.", "transformers.", "peft.", "accelerate.", "tierflow.")
 
 Put = tuple[dict[str, Any], str, Any]
+Swap = tuple[dict[Any, Any], Mapping[Any, Any]]  # a dictionary, and what is to be in it
 
 
 def is_of_a_library(hook: Any) -> bool:
@@ -41,18 +43,25 @@ class ModuleHooks:
     def other_class(self) -> bool:
         return any(type(m).forward is not then for m, then in zip(self.inner, self.classes, strict=True))
 
-    def put_back(self) -> list[Put]:
-        """What has to be put where for the hooks, and forward() of single modules, to be those of then."""
+    def put_back(self) -> tuple[list[Swap], list[Put]]:
+        """What has to be put where for the hooks, and forward() of single modules, to be those of then. A dictionary of hooks stays the one that handles know."""
+        swaps: list[Swap] = []
         puts: list[Put] = []
         now = _hooks(self.inner)
         for number in {*self.of, *now} if self.of or now else ():
             then, here = self.of.get(number, {}), now.get(number, {})
-            if any(list(then.get(name, {}).items()) != list(here.get(name, {}).items()) for name in _OF_MODULES):
-                puts += [(self.inner[number].__dict__, name, then.get(name, OrderedDict())) for name in _OF_MODULES]
+            for name in {*then, *here}:
+                if list(then.get(name, {}).items()) != list(here.get(name, {}).items()):
+                    swaps.append((getattr(self.inner[number], name), then.get(name, {})))
         for m, then in zip(self.inner, self.forwards, strict=True):
             if m.__dict__.get("forward", GONE) is not then:
                 puts.append((m.__dict__, "forward", then))
-        return puts
+        return swaps, puts
+
+
+def refill(held: dict[Any, Any], entries: Any) -> None:
+    held.clear()
+    held.update(entries)
 
 
 def _hooks(modules: list[nn.Module]) -> dict[int, dict[str, Any]]:
@@ -60,7 +69,7 @@ def _hooks(modules: list[nn.Module]) -> dict[int, dict[str, Any]]:
     found = {}
     for number, m in enumerate(modules):
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
-            found[number] = {name: getattr(m, name).copy() for name in _OF_MODULES}
+            found[number] = {name: hooks.copy() for name in _OF_MODULES if (hooks := getattr(m, name))}
     return found
 
 

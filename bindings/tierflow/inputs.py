@@ -152,7 +152,7 @@ def is_empty(cache: Any) -> bool:
 
 def expect_no_cache(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """Ahead of a transformers model's forward. Raises UsageError for a cache that would stay empty, so that the next call saw its own tokens alone."""
-    if not torch.is_grad_enabled() or (cache := kwargs.get("past_key_values")) is None or not hasattr(cache, "get_seq_length") or not is_empty(cache):
+    if not torch.is_grad_enabled() or kwargs.get("use_cache") is False or (cache := kwargs.get("past_key_values")) is None or not hasattr(cache, "get_seq_length") or not is_empty(cache):
         return
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     if any(value.requires_grad for value in given) or any(p.requires_grad for p in module.parameters()):

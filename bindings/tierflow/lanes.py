@@ -66,7 +66,7 @@ class MicroBatchLane:
         self.calls: list[TurnCall] = []
         self.turns = 0  # that it took
         self._modes: Modes | None = None
-        self.state: State = ([], [])  # modes in which it left the model
+        self.state: State = ([], [], [])  # modes in which it left the model
         threading.Thread(target=self._run, name="tierflow micro-batch", daemon=True).start()
 
     def _run(self) -> None:

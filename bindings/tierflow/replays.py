@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from . import _native
 from .ambient import other_random_state, put_other_random, put_random, random_state, restored, same_other_random
-from .hooks import GONE, ModuleHooks, globals_put, is_of_a_library
+from .hooks import GONE, ModuleHooks, globals_put, is_of_a_library, refill
 from .parameter import StreamedParameter
 from .protocols import ModuleTurn
 
@@ -218,11 +218,12 @@ class Moment:
     def again(self) -> Iterator[None]:
         """For the recomputation everything is as it was; afterwards as it is now. Raises UsageError where that cannot be."""
         self._expect_same()
-        puts: list[tuple[dict[str, Any], str, Any]] = [*self.hooks.put_back(), *globals_put(self.hooks.everywhere)]
+        swaps, forwards = self.hooks.put_back()
+        puts: list[tuple[dict[str, Any], str, Any]] = [*forwards, *globals_put(self.hooks.everywhere)]
         if parametrize._cache_enabled:  # what it holds was computed without a graph
             puts.append((vars(parametrize), "_cache_enabled", 0))
         if tuple([m.training for m in self.members.modules]) != self.modes:
-            puts = [(module.__dict__, "training", training) for module, training in zip(self.members.modules, self.modes, strict=True)]
+            puts += [(module.__dict__, "training", training) for module, training in zip(self.members.modules, self.modes, strict=True)]
         for layer, (off, active) in zip(self.members.switched, self.adapters, strict=True):
             if layer._disable_adapters is not off:
                 puts.append((layer.__dict__, "_disable_adapters", off))
@@ -241,10 +242,13 @@ class Moment:
         puts += [(module.__dict__, name, value) for module, name, value in self.attributes]
         others = other_random_state() if self.others is not None else None
         undo = [(holder, name, holder.get(name, GONE)) for holder, name, _ in puts]
+        back = [(hooks, hooks.copy()) for hooks, _ in swaps]
         with restored(self.random, self.turn.engine.device):
             try:
                 if others is not None:
                     put_other_random(self.others)
+                for hooks, then in swaps:
+                    refill(hooks, then)
                 for holder, name, value in puts:
                     _put(holder, name, value)
                 yield
@@ -253,6 +257,8 @@ class Moment:
                     put_other_random(others)
                 for holder, name, value in undo:
                     _put(holder, name, value)
+                for hooks, entries in back:
+                    refill(hooks, entries)
 
     def look(self, outs: list[torch.Tensor]) -> None:
         """After a recomputation, within it: says where it gave something else than the forward, and where the module left a tensor with a graph in an attribute."""
@@ -298,7 +304,7 @@ def _put(holder: dict[str, Any], name: str, value: Any) -> None:
 
 def _sampled(outs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Some values of each result."""
-    flat = [out.detach().reshape(-1) for out in outs if out.is_floating_point() and out.numel()]
+    flat = [out.detach().reshape(-1) for out in outs if out.is_floating_point() and out.numel() and out.layout == torch.strided and not out.is_nested]
     return [each[:: max(1, each.numel() // _SAMPLED)].clone() for each in flat]
 
 

@@ -251,7 +251,9 @@ class Trainer:
         lane.turns += 1
         lane.here()
         if not frame.needs_graph:
-            return frame.call()
+            answer = frame.call()
+            if not frame.needs_graph:
+                return answer
         with torch.no_grad():
             outs = frame.forward([t.detach() for t in frame.tensors])
         return self._record(lane, frame, outs)

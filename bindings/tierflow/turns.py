@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from . import _native
-from .ambient import autocast_as, autocast_state, without_cudnn_attention
+from .ambient import autocast_as, autocast_state, without_cudnn_attention, without_fast_path
 from .fused import Departs, Kept, Layer, layer_of
 from .inputs import PLAIN, Moved, There, became, contents, expect_no_gradient, expect_none_new, fill, filled, is_empty, storages, tensors_in
 from .parameter import StreamedParameter
@@ -41,6 +41,8 @@ class Turn:
         self.bound: list[tuple[nn.Module, str, Any, Any, int]] = []  # what bind() put where, in the place of which handle, and its version
         self.touched: dict[int, Any] = {}  # by id of their handle: weights that had another version after a visit, as they are ahead of this one
         self.replaced = ""  # why the turn cannot be taken any more
+        self.harmless: dict[int, set[int]] = {}  # likewise: by how many versions they came on without being written
+        self.seen = False  # whether a visit without a graph needed none
         self.grows = False  # what a hook adds needs a gradient, though nothing of the module does
         self.layer = layer_of(self) if engine.fused_layers else None
         self.forward = self.module.forward
@@ -114,8 +116,16 @@ class Turn:
         for _, _, handle, weight, before in self.bound:
             values = self.touched.get(id(handle))
             if version(weight) != before:  # written, or Tensor.set_() to itself, as by a parametrization: the next visit tells
-                self.touched[id(handle)] = None
-                written = handle.label if values is not None and not torch.equal(values, weight) else written
+                steps = version(weight) - before
+                if steps in self.harmless.get(id(handle), ()):
+                    continue
+                if values is None:
+                    self.touched[id(handle)] = None
+                elif torch.equal(values.view(torch.uint8), weight.detach().view(torch.uint8)):
+                    self.harmless.setdefault(id(handle), set()).add(steps)
+                    del self.touched[id(handle)]
+                else:
+                    written, self.touched[id(handle)] = handle.label, None
             elif values is not None:
                 self.touched[id(handle)] = None
         for module, name, handle, weight, _ in self.bound:
@@ -206,13 +216,21 @@ class Frame:
     def call(self) -> Any:
         if not self.needs_graph:
             before = [version(t) for t in self.tensors]
+            # A hook in it may add what needs a gradient; then all that this forward changed is put back, and it is made with a graph.
+            rewinds = self.may_grow and (not self.turn.seen or any(m._forward_hooks or m._forward_pre_hooks for m in self.turn.parts.now().inner))
+            if rewinds:
+                self.remember_random()
             with torch.set_grad_enabled(self.may_grow), self.turn.engine.turn(self.turn, "evaluate") as weights:
                 outs = self.compute(self.tensors, weights)
             if not any(out.requires_grad for out in outs):
+                self.turn.seen, self.moment = True, None
                 return self.result(outs)
             self.turn.grows = self.needs_graph = True
-            if self.in_lane or self.opaque or self.fills or before != [version(t) for t in self.tensors]:
+            if not rewinds or self.opaque or self.fills or before != [version(t) for t in self.tensors]:
                 raise _native.UsageError(f"{self.turn.name}: a hook in it adds what needs a gradient, though nothing of the module does: make the forward once more")
+            self.moment.rewind()
+            if self.in_lane:
+                return None
         always = torch.empty(0, requires_grad=True)
         self.sink = get_gradient_edge(always).node
         return self.result(_Visit.apply(self, always, *self.tensors))
@@ -332,7 +350,7 @@ class Frame:
     def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The forward visit: nothing is kept but what backward() recomputes from."""
         self.remember_random()
-        with torch.no_grad(), self.turn.engine.turn(self.turn, "forward") as weights:
+        with torch.no_grad(), without_fast_path(), self.turn.engine.turn(self.turn, "forward") as weights:
             return self.compute(tensors, weights, keep=True)
 
     def backward(self, tensors: list[torch.Tensor], grads: list[torch.Tensor | None], keep: bool = False) -> list[torch.Tensor | None]:

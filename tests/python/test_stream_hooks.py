@@ -18,13 +18,15 @@ PLACES = {
 }
 
 
+@pytest.mark.parametrize("switches", [False, True], ids=["", "then eval()"])
 @pytest.mark.parametrize("place", PLACES)
-def test_hooks_of_the_forward_alone_are_there_in_the_recomputation(place):
+def test_hooks_of_the_forward_alone_are_there_in_the_recomputation(place, switches):
     def backward(model):
         handles = [PLACES[place](block.linear, lambda x: 2 * x) for block in model.blocks]
         loss = model(*inputs())
         for handle in handles:
             handle.remove()
+        model.train(not switches)
         after = [PLACES[place](block.linear, lambda x: 3 * x) for block in model.blocks]  # are not of this forward
         loss.backward()
         for handle in after:
@@ -32,6 +34,20 @@ def test_hooks_of_the_forward_alone_are_there_in_the_recomputation(place):
         return loss.item()
 
     as_plain(stack, backward)
+
+
+def test_a_hook_that_removes_itself_runs_once_in_the_recomputation_too():
+    def backward(model):
+        for block in model.blocks:
+
+            def once_only(_, args, out, at=len(block.linear._forward_hooks), held=[]):
+                held[at].remove()
+                return 2 * out
+
+            once_only.__defaults__[1].append(block.linear.register_forward_hook(once_only))
+        return once(model)
+
+    as_plain(lambda: stack(lambda b, x: x + torch.tanh(b.linear(x)) + torch.tanh(b.linear(x))), backward)
 
 
 def test_a_forward_that_was_patched_for_one_module_alone_is_there_in_the_recomputation():
@@ -77,7 +93,7 @@ def test_what_a_hook_adds_to_a_frozen_block_has_its_gradient():
     added = []
 
     def makes():
-        model = stack()
+        model = stack(lambda b, x: x + b.drop(torch.tanh(b.linear(x))))
         model.start.requires_grad_(False)
         model.blocks[0].requires_grad_(False)
         return model
@@ -92,6 +108,61 @@ def test_what_a_hook_adds_to_a_frozen_block_has_its_gradient():
 
     as_plain(makes, backward)
     assert (added[1] - added[0]).norm() < 0.02 * added[0].norm()
+
+
+def test_what_a_hook_adds_to_a_frozen_block_has_its_gradient_in_a_layer_major_step():
+    found = []
+    for layer_major in (False, True):
+        model = stack()
+        model.start.requires_grad_(False)
+        model.blocks[0].requires_grad_(False)
+        vector = nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))
+        model.blocks[0].linear.register_forward_hook(lambda _, args, out, vector=vector: out + vector)
+        model = tierflow.wrap(model, roomy())
+        if layer_major:
+            tierflow.Trainer(model, tierflow.optim.AdamW(model.parameters()), loss=lambda m, x: m(x)).backward(inputs(2))
+        else:
+            for x in inputs(2):
+                (model(x) / 2).backward()
+        found.append(vector.grad)
+    assert found[0].abs().sum() > 0 and (found[1] - found[0]).norm() < 0.02 * found[0].norm()
+
+
+def test_hooks_of_one_micro_batch_are_not_those_of_another():
+    peft = pytest.importorskip("peft")
+    ids = [batch["input_ids"][:1] for batch in batches("llama", 2)]
+    micro_batches = [{"input_ids": each, "labels": each} for each in ids]
+    found = []
+    for layer_major in (False, True):
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", alora_invocation_tokens=[int(ids[0][0, 5])], init_lora_weights=False)
+        model = peft.get_peft_model(tierflow.wrap(make("llama"), roomy(trainable=False)), config)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if layer_major:
+            tierflow.Trainer(model, tierflow.optim.AdamW(trained)).backward(micro_batches)
+        else:
+            for batch in micro_batches:
+                (model(**batch).loss / 2).backward()
+        found.append([p.grad for p in trained])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_padded_encoder_in_eval_mode_gives_what_it_gives_with_a_graph():
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList([nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)])
+
+        def forward(self, x):
+            return self.blocks[0](x, src_key_padding_mask=torch.tensor([[False] * 2 + [True] * 2])).float().square().mean()
+
+    def backward(model):
+        loss = model.eval()(inputs()[0][None])
+        loss.backward()
+        return loss.item()
+
+    as_plain(lambda: Encoder().bfloat16(), backward)
 
 
 def test_parameters_of_another_are_not_mistaken_for_the_models_own():
@@ -133,6 +204,7 @@ def test_a_cache_that_would_stay_empty_is_refused():
     kept = model(input_ids=ids, use_cache=True).past_key_values
     with pytest.raises(tierflow.UsageError, match=r"a cache stays empty while gradients are on.*torch.no_grad"):
         model(input_ids=ids[:, :1], past_key_values=kept, use_cache=True)
+    assert model(input_ids=ids, labels=ids, past_key_values=kept, use_cache=False).loss.requires_grad
     with torch.no_grad():
         kept = model(input_ids=ids, use_cache=True).past_key_values
         assert kept.get_seq_length() == ids.shape[1]
