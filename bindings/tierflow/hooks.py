@@ -10,24 +10,17 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 GONE = object()  # in the place of an attribute that is not there
-_OF_MODULES = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+FORWARD_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+_OF_MODULES = (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks")
 _OF_ALL = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
-LIBRARIES = ("torch.", "transformers.", "peft.", "accelerate.", "tierflow.")
+_LIBRARIES = ("torch.", "transformers.", "peft.", "accelerate.", "tierflow.")
 
 Put = tuple[dict[str, Any], str, Any]
 Swap = tuple[dict[Any, Any], Mapping[Any, Any]]  # a dictionary, and what is to be in it
 
 
 def is_of_a_library(hook: Any) -> bool:
-    return (getattr(hook, "__module__", None) or type(hook).__module__).startswith(LIBRARIES)
+    return (getattr(hook, "__module__", None) or type(hook).__module__).startswith(_LIBRARIES)
 
 
 class ModuleHooks:
@@ -36,7 +29,7 @@ class ModuleHooks:
     def __init__(self, modules: list[nn.Module]) -> None:
         self.inner = modules[1:]
         self.of = _hooks(self.inner)
-        self.everywhere = _everywhere()
+        self.everywhere = _everywhere()  # the user's own hooks of all modules
         self.forwards = [m.__dict__.get("forward", GONE) for m in self.inner]
         self.classes = [type(m).forward for m in self.inner]
 
@@ -47,6 +40,10 @@ class ModuleHooks:
         """What has to be put where for the hooks, and forward() of single modules, to be those of then. A dictionary of hooks stays the one that handles know."""
         swaps: list[Swap] = []
         puts: list[Put] = []
+        if (now_everywhere := _everywhere()) != self.everywhere:
+            for name in {*self.everywhere, *now_everywhere}:
+                kept = [(key, hook) for key, hook in _all(name).items() if is_of_a_library(hook)]
+                swaps.append((_all(name), OrderedDict([*kept, *self.everywhere.get(name, {}).items()])))
         now = _hooks(self.inner)
         for number in {*self.of, *now} if self.of or now else ():
             then, here = self.of.get(number, {}), now.get(number, {})
@@ -57,6 +54,13 @@ class ModuleHooks:
             if m.__dict__.get("forward", GONE) is not then:
                 puts.append((m.__dict__, "forward", then))
         return swaps, puts
+
+
+def put(holder: dict[str, Any], name: str, value: Any) -> None:
+    if value is GONE:
+        holder.pop(name, None)
+    else:
+        holder[name] = value
 
 
 def refill(held: dict[Any, Any], entries: Any) -> None:
@@ -73,19 +77,10 @@ def _hooks(modules: list[nn.Module]) -> dict[int, dict[str, Any]]:
     return found
 
 
+def _all(name: str) -> dict[Any, Any]:
+    return vars(torch_module)[name]
+
+
 def _everywhere() -> dict[str, Any]:
-    """Hooks of all modules: the user's own. Those of libraries count and trace what runs, wherever it runs."""
-    of_all = vars(torch_module)
-    return {name: OrderedDict((key, hook) for key, hook in of_all[name].items() if not is_of_a_library(hook)) for name in _OF_ALL if of_all[name]}
-
-
-def globals_put(then: dict[str, Any]) -> list[Put]:
-    """What has to be put where for the user's hooks of all modules to be those of then."""
-    if (now := _everywhere()) == then:
-        return []
-    of_all = vars(torch_module)
-    puts: list[Put] = []
-    for name in {*then, *now}:
-        kept = [(key, hook) for key, hook in of_all[name].items() if is_of_a_library(hook)]
-        puts.append((of_all, name, OrderedDict([*kept, *then.get(name, {}).items()])))
-    return puts
+    """Those of libraries are left out: they count and trace what runs, wherever it runs."""
+    return {name: OrderedDict((key, hook) for key, hook in _all(name).items() if not is_of_a_library(hook)) for name in _OF_ALL if _all(name)}

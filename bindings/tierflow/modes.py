@@ -7,12 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from .hooks import refill
+from .hooks import FORWARD_HOOKS, GONE, put, refill
 from .parameter import StreamedParameter
 
 _NAMES = ("training", "_disable_adapters", "_active_adapter", "active_adapter")
-_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-_GONE = object()
 
 State = tuple[list[Any], list[bool], list[tuple[Any, ...]]]
 
@@ -27,11 +25,11 @@ class Modes:
         self._places += [(vars(m), name) for m in switched for name in _NAMES if name not in vars(m)]
         own = {id(p): p for m in switched for p in m.parameters() if p.requires_grad or not isinstance(p, StreamedParameter)}
         self._parameters = list(own.values())
-        self._hooks = [vars(m)[name] for m in switched for name in _HOOKS]  # PeftModel.forward() adds some for its call (aLoRA, adapter_names)
+        self._hooks = [vars(m)[name] for m in switched for name in FORWARD_HOOKS]  # PeftModel.forward() adds some for its call (aLoRA, adapter_names)
         self._state = self._look()
 
     def _look(self) -> State:
-        return [held.get(name, _GONE) for held, name in self._places], [p.requires_grad for p in self._parameters], [tuple(held.items()) if held else () for held in self._hooks]
+        return [held.get(name, GONE) for held, name in self._places], [p.requires_grad for p in self._parameters], [tuple(held.items()) if held else () for held in self._hooks]
 
     def now(self) -> State:
         """What is there. The same object for as long as nothing changes."""
@@ -45,10 +43,7 @@ class Modes:
             return
         values, trains, hooks = state
         for (held, name), value in zip(self._places, values, strict=True):
-            if value is not _GONE:
-                held[name] = value
-            else:
-                held.pop(name, None)
+            put(held, name, value)
         for p, wants in zip(self._parameters, trains, strict=True):
             if p.requires_grad is not wants:
                 p.requires_grad = wants

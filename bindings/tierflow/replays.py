@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from . import _native
 from .ambient import other_random_state, put_other_random, put_random, random_state, restored, same_other_random
-from .hooks import GONE, ModuleHooks, globals_put, is_of_a_library, refill
+from .hooks import GONE, ModuleHooks, is_of_a_library, put, refill
 from .parameter import StreamedParameter
 from .protocols import ModuleTurn
 
@@ -146,7 +146,7 @@ class Moment:
         if self.others is not None:
             put_other_random(self.others)
         for module, name, value in self.attributes:
-            _put(module.__dict__, name, value)
+            put(module.__dict__, name, value)
         for module, name, buffer, _, copy in self.buffers:
             module._buffers[name] = buffer
             if copy is not None:
@@ -218,8 +218,7 @@ class Moment:
     def again(self) -> Iterator[None]:
         """For the recomputation everything is as it was; afterwards as it is now. Raises UsageError where that cannot be."""
         self._expect_same()
-        swaps, forwards = self.hooks.put_back()
-        puts: list[tuple[dict[str, Any], str, Any]] = [*forwards, *globals_put(self.hooks.everywhere)]
+        swaps, puts = self.hooks.put_back()
         if parametrize._cache_enabled:  # what it holds was computed without a graph
             puts.append((vars(parametrize), "_cache_enabled", 0))
         if tuple([m.training for m in self.members.modules]) != self.modes:
@@ -250,13 +249,13 @@ class Moment:
                 for hooks, then in swaps:
                     refill(hooks, then)
                 for holder, name, value in puts:
-                    _put(holder, name, value)
+                    put(holder, name, value)
                 yield
             finally:
                 if others is not None:
                     put_other_random(others)
                 for holder, name, value in undo:
-                    _put(holder, name, value)
+                    put(holder, name, value)
                 for hooks, entries in back:
                     refill(hooks, entries)
 
@@ -293,13 +292,6 @@ def _another(now: Any, then: Any) -> bool:
 
 def _same(a: list[Any], b: list[Any]) -> bool:
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
-
-
-def _put(holder: dict[str, Any], name: str, value: Any) -> None:
-    if value is GONE:
-        holder.pop(name, None)
-    else:
-        holder[name] = value
 
 
 def _sampled(outs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -121,7 +121,7 @@ class Turn:
                     continue
                 if values is None:
                     self.touched[id(handle)] = None
-                elif torch.equal(values.view(torch.uint8), weight.detach().view(torch.uint8)):
+                elif torch.equal(values.reshape(-1).view(torch.uint8), weight.detach().reshape(-1).view(torch.uint8)):
                     self.harmless.setdefault(id(handle), set()).add(steps)
                     del self.touched[id(handle)]
                 else:
@@ -182,7 +182,7 @@ class Frame:
         self.kept: Kept | None = None
         for i in self.where:
             self.leaves[i] = None
-        self.may_grow, self.in_lane = self.needs_graph, getattr(local, "lane", None) is not None
+        self.may_grow = self.needs_graph
         self.needs_graph = self.needs_graph and (any(t.requires_grad for t in self.tensors) or turn.trains())
         if self.opaque and self.needs_graph:
             expect_no_gradient(turn.name, self.opaque)
@@ -213,24 +213,29 @@ class Frame:
         """The operands of the fused layer in a call with these tensors."""
         return [tensors[operand] if isinstance(operand, int) else operand for operand in self.operands]
 
+    def evaluate(self) -> Any:
+        """What the call gives without a graph. Where a hook in it adds what needs a gradient, needs_graph is true afterwards, and all that this forward changed is put
+        back: it has to be made with a graph."""
+        before = [version(t) for t in self.tensors]
+        rewinds = self.may_grow and (not self.turn.seen or any(m._forward_hooks or m._forward_pre_hooks for m in self.turn.parts.now().inner))
+        if rewinds:
+            self.remember_random()
+        with torch.set_grad_enabled(self.may_grow), self.turn.engine.turn(self.turn, "evaluate") as weights:
+            outs = self.compute(self.tensors, weights)
+        if not any(out.requires_grad for out in outs):
+            self.turn.seen, self.moment = True, None
+            return self.result(outs)
+        self.turn.grows = self.needs_graph = True
+        if not rewinds or self.opaque or self.fills or before != [version(t) for t in self.tensors]:
+            raise _native.UsageError(f"{self.turn.name}: a hook in it adds what needs a gradient, though nothing of the module does: make the forward once more")
+        self.moment.rewind()
+        return None
+
     def call(self) -> Any:
         if not self.needs_graph:
-            before = [version(t) for t in self.tensors]
-            # A hook in it may add what needs a gradient; then all that this forward changed is put back, and it is made with a graph.
-            rewinds = self.may_grow and (not self.turn.seen or any(m._forward_hooks or m._forward_pre_hooks for m in self.turn.parts.now().inner))
-            if rewinds:
-                self.remember_random()
-            with torch.set_grad_enabled(self.may_grow), self.turn.engine.turn(self.turn, "evaluate") as weights:
-                outs = self.compute(self.tensors, weights)
-            if not any(out.requires_grad for out in outs):
-                self.turn.seen, self.moment = True, None
-                return self.result(outs)
-            self.turn.grows = self.needs_graph = True
-            if not rewinds or self.opaque or self.fills or before != [version(t) for t in self.tensors]:
-                raise _native.UsageError(f"{self.turn.name}: a hook in it adds what needs a gradient, though nothing of the module does: make the forward once more")
-            self.moment.rewind()
-            if self.in_lane:
-                return None
+            found = self.evaluate()
+            if not self.needs_graph:
+                return found
         always = torch.empty(0, requires_grad=True)
         self.sink = get_gradient_edge(always).node
         return self.result(_Visit.apply(self, always, *self.tensors))
