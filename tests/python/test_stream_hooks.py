@@ -198,6 +198,22 @@ def test_a_weight_that_is_written_while_its_module_runs_is_refused():
     tierflow.wrap(nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 4)).bfloat16(), roomy())(torch.arange(10))
 
 
+def test_a_scalar_that_is_written_while_its_module_runs_is_refused():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=torch.bfloat16), requires_grad=False)
+
+        def forward(self, x):
+            self.scale.mul_(0.5)
+            return x * self.scale
+
+    model = tierflow.wrap(nn.Sequential(Scaled(), nn.Linear(16, 1).bfloat16()), roomy())
+    model(inputs()[0])
+    with pytest.raises(tierflow.UsageError, match=r"0.scale was written while its module ran"):
+        model(inputs()[0])
+
+
 def test_a_cache_that_would_stay_empty_is_refused():
     model = tierflow.wrap(make("llama"), roomy())
     ids = batches("llama", 1)[0]["input_ids"][:1]
