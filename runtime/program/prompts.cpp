@@ -20,15 +20,28 @@ namespace {
 constexpr std::uint64_t kLargestPrompts = std::uint64_t{1} << 30;
 constexpr std::string_view kUtf8Mark = "\xef\xbb\xbf";
 
+OrderedJson system_message(const PromptForm& form) {
+  return {{"role", "system"}, {"content", form.system}};
+}
+
+// A row of messages, which may begin with such a message of its own.
+OrderedJson with_system(const PromptForm& form, OrderedJson row) {
+  OrderedJson& messages = row["messages"];
+  if (form.system.empty() || !messages.is_array() || messages.empty()) return row;
+  const OrderedJson role = messages.front().is_object() ? messages.front().value("role", OrderedJson()) : OrderedJson();
+  if (role != "system" && role != "developer") messages.insert(messages.begin(), system_message(form));
+  return row;
+}
+
 OrderedJson row_prompt(const PromptForm& form, const std::string& line, const std::string& where) {
-  parse_json(line, where);                           // refuses what is none
-  const OrderedJson row = OrderedJson::parse(line);  // templates see the keys in their order
+  parse_json(line, where);                     // refuses what is none
+  OrderedJson row = OrderedJson::parse(line);  // templates see the keys in their order
   if (row.is_object() && row.contains("messages")) {
     const OrderedJson& messages = row["messages"];
     if (messages.is_array() && !messages.empty() && messages.back().is_object() &&
         messages.back().value("role", OrderedJson()) == "assistant")
       fail_input(where, "ends with a message of the assistant: a prompt ends with the message that it is to answer");
-    return row;
+    return with_system(form, std::move(row));
   }
   for (const char* field : {"prompt", "text"})
     if (row.is_object() && row.contains(field) && row[field].is_string())
@@ -41,7 +54,7 @@ OrderedJson row_prompt(const PromptForm& form, const std::string& line, const st
 OrderedJson as_prompt(const PromptForm& form, std::string text) {
   if (!form.chat) return {{"text", std::move(text)}};
   auto messages = OrderedJson::array();
-  if (!form.system.empty()) messages.push_back({{"role", "system"}, {"content", form.system}});
+  if (!form.system.empty()) messages.push_back(system_message(form));
   messages.push_back({{"role", "user"}, {"content", std::move(text)}});
   return {{"messages", std::move(messages)}};
 }

@@ -6,10 +6,9 @@
 
 namespace tierflow {
 
-// What a prompt that is plain text means.
 struct PromptForm {
-  bool chat = false;        // a user's message
-  std::string system = {};  // the message before it; empty: none
+  bool chat = false;        // plain text is a user's message
+  std::string system = {};  // the message before it, and before messages that begin without one; empty: none
 };
 
 nlohmann::ordered_json as_prompt(const PromptForm& form, std::string text);

@@ -176,11 +176,12 @@ def chat(base, work):  # noqa: F811
 
 
 def test_conversations_are_rendered_by_the_models_template(chat):
-    rows = [{"messages": messages([("user", "héllo 😀")])}, {"prompt": "What is 2 + 2?"}]
+    rows = [{"messages": messages([("user", "héllo 😀")])}, {"prompt": "What is 2 + 2?"}, {"messages": messages([("system", "You are kind."), ("user", "again")])}]
     write_rows(chat / "rows.jsonl", rows)
     found = generated(chat, "--prompts", "rows.jsonl", "--chat", "--system", "You are brief.", "--max-new-tokens", "8", *SMALL)
     tokenizer = the_library(chat / "model", PLAIN)
-    asked = [rows[0]["messages"], messages([("system", "You are brief."), ("user", "What is 2 + 2?")])]
+    brief = messages([("system", "You are brief.")])
+    asked = [brief + rows[0]["messages"], brief + messages([("user", "What is 2 + 2?")]), rows[2]["messages"]]
     model = transformers.AutoModelForCausalLM.from_pretrained(chat / "model", dtype=torch.bfloat16).eval()
     for number, conversation in enumerate(asked, 1):
         ids = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
