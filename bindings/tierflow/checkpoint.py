@@ -16,9 +16,9 @@ from torch import nn
 
 from . import _native
 from .folders import save_over, standing, written_to
-from .model import engine_of
 from .optim import AdamW
 from .parameter import StreamedParameter
+from .saving import engine_of, uncompiled
 
 _STREAMED, _OTHERS, _RECORD = "streamed.safetensors", "others.safetensors", "checkpoint.json"
 _FORMAT = 1
@@ -32,7 +32,7 @@ def save_checkpoint(model: nn.Module, opt: AdamW, folder: str | os.PathLike) -> 
     `folder` is replaced when the new one is complete on the drive; other files in it stay. Schedulers and data loaders have state_dict()s of their own.
     Raises EnvironmentError if there is no room or no right to write, StorageError if the drive failed; the older checkpoint is as it was then.
     """
-    engine = engine_of(model)
+    model, engine = uncompiled(model), engine_of(model)
 
     def write(partial: Path) -> None:
         engine.native.save_state(str(partial / _STREAMED))
@@ -49,7 +49,7 @@ def load_checkpoint(model: nn.Module, opt: AdamW, folder: str | os.PathLike) -> 
 
     Raises InputError if the checkpoint belongs to another model, optimizer or precision; nothing has changed then.
     """
-    engine, target = engine_of(model), standing(folder)
+    model, engine, target = uncompiled(model), engine_of(model), standing(folder)
     if engine.durable and (engine.journal is None or engine.journal.step):
         raise _native.UsageError("a durable model goes on with its own state: load a checkpoint where tierflow.resume(model, opt) says 0, after it")
     if not (target / _RECORD).is_file():

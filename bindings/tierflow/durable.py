@@ -19,11 +19,12 @@ from . import _native
 from .checkpoint import groups_of, put_back, state_of
 from .data import Rows
 from .functions import digest_of
-from .model import engine_of, save
+from .model import save
 from .model_requests import ModelRequests
 from .optim import AdamW
 from .parameter import NO_SCALER
 from .result import result_of
+from .saving import engine_of, uncompiled
 
 log = logging.getLogger("tierflow")
 
@@ -51,7 +52,7 @@ def resume(model: nn.Module, opt: AdamW, *schedules: LRScheduler | GradScaler, d
 
     Raises UsageError if model, optimizer or schedulers were made in another way than in the run so far; nothing has changed then.
     """
-    engine = engine_of(model)
+    model, engine = uncompiled(model), engine_of(model)
     if not engine.durable:
         raise _native.UsageError("the model is not durable: nothing of it is committed; plan it with tierflow.Budget(..., storage=[...], durable=True)")
     if engine.journal is not None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from . import _native
 from .activations import Activations
+from .frames import Frame
 from .parameter import StreamedGradient, StreamedParameter
 from .turns import Turn
 from .units import Cut
@@ -129,6 +130,10 @@ class Engine:
             if journal is not None:
                 journal.requests.give_up()  # nobody can ask any more
             self.native = _Gone("the streamed model was closed: its state is gone")
+
+    def call(self, turn: Turn, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What the turn's module returns."""
+        return Frame(turn, args, kwargs).take()
 
     @contextlib.contextmanager
     def turn(self, turn: Turn, phase: str, keep: bool = False) -> Iterator[list[torch.Tensor]]:

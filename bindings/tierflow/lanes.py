@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from .frames import Frame, local
 from .modes import Modes, State
-from .turns import Frame, local
 
 
 class _Stop(BaseException):

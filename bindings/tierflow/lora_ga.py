@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from . import _native
-from .model import engine_of
+from .saving import engine_of
 from .trainer import Trainer
 
 _FACTORS = "tierflow_first_A", "tierflow_first_B"  # buffers of a layer

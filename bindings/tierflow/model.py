@@ -26,7 +26,7 @@ from .loss import fuse_loss
 from .optim import skipped_steps
 from .parameter import StreamedParameter, note_replaced
 from .pretrained import fit
-from .saving import engine_of, plain_parts, write
+from .saving import engine_of, plain_parts, uncompiled, write
 from .stored import StoredModel
 from .units import Cut, check_real, cut, init_empty, move_buffers
 
@@ -93,6 +93,7 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
         plan = Plan(budget=plan)
     if not isinstance(plan, Plan):
         raise _native.UsageError(f"plan is what tierflow.plan() gives, or a tierflow.Budget, not {plan!r}")
+    given, module = module, uncompiled(module)
     if isinstance(getattr(module, "_tierflow", None), Engine) or any(isinstance(p, StreamedParameter) for p in module.parameters()):
         raise _native.UsageError("the module streams already")
     check_real(module)
@@ -127,7 +128,7 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
     if fused_layers:
         say_what_is_fused(engine.turns)
         fuse_loss(module, engine.activations)
-    return module
+    return given
 
 
 def _weights_of(cut_: Cut, tensors: dict[str, Any], checkpoint: str | os.PathLike | None) -> str:

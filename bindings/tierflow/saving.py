@@ -28,6 +28,12 @@ def engine_of(module: nn.Module) -> Engine:
     raise _native.UsageError("the module does not stream: make it with tierflow.load() or tierflow.wrap()")
 
 
+def uncompiled(module: nn.Module) -> nn.Module:
+    """What torch.compile() was given, where it returned the module: parameters have their own names there."""
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else module
+
+
 def plain_parts(state: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Each under its own name."""
     return {name: [(name, list(tensor.shape))] for name, tensor in state.items()}
@@ -35,7 +41,7 @@ def plain_parts(state: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 def saved_state(module: nn.Module) -> dict[str, torch.Tensor]:
     """What of a module is saved: its floating-point parameters and buffers, each under the first of its names."""
-    engine = engine_of(module)
+    module, engine = uncompiled(module), engine_of(module)
     state: dict[str, torch.Tensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if torch.is_floating_point(value) and not any(value is seen for seen in state.values()):

@@ -15,12 +15,13 @@ from torch import nn
 
 from . import _native
 from .ambient import autocast_as, autocast_state
+from .frames import Frame
 from .lanes import MicroBatchLane, TurnCall, handed
 from .losses import loss_named, switches
-from .model import engine_of
 from .modes import Modes, State
 from .optim import AdamW, check_clip
-from .turns import Frame, Turn
+from .saving import engine_of
+from .turns import Turn
 
 log = logging.getLogger("tierflow")
 

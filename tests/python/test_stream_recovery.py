@@ -10,7 +10,7 @@ from streaming import batches, make, masters, roomy, scarce, torch
 import tierflow
 
 STEPS = 3
-OWN = {str(pathlib.Path(tierflow.__file__).parent / name) for name in ("engine.py", "lanes.py", "modes.py", "trainer.py", "turns.py")}
+OWN = {str(pathlib.Path(tierflow.__file__).parent / name) for name in ("engine.py", "frames.py", "lanes.py", "modes.py", "trainer.py", "turns.py")}
 
 
 class Interrupt:
