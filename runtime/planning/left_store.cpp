@@ -207,15 +207,22 @@ LeftStore find_left_store(const Folders& storage, Held held) {
               : fmt::format("holds the state after step {} of {}: {} writes it as a model folder, --fresh discards it",
                             left.step, left.owner, export_command(storage));
     } else if (parts.found != parts.all && !left.empty) {
-      left.in_part = true;
-      left.line = fmt::format("is part of a state over {} folders of {}: name all of them{}", parts.all, left.owner,
-                              folders_in(note));
+      left.in_part = storage.size() < parts.all;
+      left.line = fmt::format("is part of a state over {} folders of {}", parts.all, left.owner) +
+                  (left.in_part ? fmt::format(": name all of them{}", folders_in(note))
+                                : fmt::format(", and a part in another folder is missing or damaged ({}): if its file "
+                                              "was moved or replaced, put it back; --fresh discards what is here",
+                                              why.message()));
+    } else if (blank) {
+      left.line = fmt::format(
+          "was left by {}, which ended early, and nothing can be got out of it (the run that made it ended before its "
+          "first commit): --fresh discards it",
+          left.owner);
     } else {
       left.line = fmt::format(
-          "was left by {}, which ended early, and nothing can be got out of it ({}): --fresh discards it", left.owner,
-          blank                ? "the run that made it ended before its first commit"
-          : why.detail.empty() ? why.message()
-                               : why.detail);
+          "holds the state of {}, and nothing can be got out of it ({}): if a file of it was moved or replaced, put it "
+          "back; --fresh discards it",
+          left.owner, why.detail.empty() ? why.message() : why.detail);
     }
   }
   return left;

@@ -323,6 +323,10 @@ int run_export(const ExportOptions& options) {
     return said(fmt::format(", the model after step {}", *step));
   }
   const LeftStore left = expect_left_store(options.storage);
+  if (!left.passed_over.empty())
+    log.say(
+        fmt::format("warning: the model after step {} is written, which may not be the newest that was committed: {}",
+                    left.step, left.passed_over));
   ResultFolder out(options.out);
   std::string whole;  // the file that says so
   {

@@ -168,6 +168,12 @@ int run_verify(const StoreCommandOptions& options) {
     }));
   }
   verify_reference(options.storage, left);
+  if (!left.passed_over.empty())
+    fail(model.contents.unreadable ? model.contents.unreadable.kind : io::ErrorKind::corruption, left.state.string(),
+         fmt::format(
+             "generation {}, the state after step {}, is whole, and a run goes on from it; but it may not be the "
+             "newest that was committed: {}",
+             left.generation, left.step, left.passed_over));
   const double seconds = seconds_since(begun);
   if (options.json)
     std::cout << nlohmann::ordered_json{{"step", left.step},

@@ -548,6 +548,10 @@ def test_status_and_verify_say_what_is_there(work):
     doubtful, said = json.loads(run(work, "status", "store", "--json").stdout), run(work, "status", "store").stdout
     assert status["passed_over"] is None and "superblock" in doubtful["passed_over"] and doubtful["generation"] == status["generation"] - 1
     assert "it may not be the newest that was committed: superblock" in said
+    damaged = run(work, "verify", "store", ok=False)
+    assert damaged.returncode == 6 and damaged.stdout == "", damaged
+    assert f"generation {doubtful['generation']}, the state after step {doubtful['step']}, is whole" in the_error(damaged.stderr) and "superblock" in damaged.stderr
+    assert f"warning: the model after step {doubtful['step']} is written, which may not be the newest that was committed: superblock" in run(work, "export", "--storage", "store", "--out", "older").stderr
     content[place + 20] ^= 1
     state.write_bytes(content)
     verified = json.loads(run(work, "verify", "--storage", "store", "--json").stdout)

@@ -157,6 +157,26 @@ def test_a_folder_too_many_is_said_and_the_state_stays(work):
     run(work, "verify", "a")
 
 
+def test_a_part_that_is_missing_or_damaged_is_named_and_what_is_there_stays(work):
+    killed_at(work, "flush:a/state.tfv", "a", "b", nth=9)
+    state = work / "b" / "state.tfv"
+    part = state.read_bytes()
+    spoilt = {"missing or damaged (": (lambda: state.write_bytes(part[: len(part) // 2]), state.unlink), "nothing can be got out of it (": (lambda: shutil.copy(work / "a" / "state.tfv", state),)}
+    for words, ways in spoilt.items():
+        for spoil in ways:
+            spoil()
+            for command in (["verify", "a,b"], ["status", "a,b"]):
+                done = run(work, *command, ok=False)
+                said = done.stdout + done.stderr
+                assert done.returncode == (6 if command[0] == "verify" else 0), said
+                assert words in said and "put it back" in said and "name all of them" not in said and "ended early" not in said
+            refused = the_error(train(work, "a", "b").stderr)
+            assert words in refused and "put it back" in refused
+            state.write_bytes(part)
+            state.chmod(0o600)
+            run(work, "verify", "a,b")
+
+
 def test_a_copied_folder_does_not_move_the_state_it_was_copied_from(work):
     """Its note names the others, and the state there is not its own."""
     killed_at(work, "flush:a/state.tfv", "a", "b", nth=9)
