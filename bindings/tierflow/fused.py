@@ -143,8 +143,10 @@ class _Decoder(Layer):
         self._refused = ""  # why the config's layer cannot be computed
         self._lora: list[LoraPart] = []  # adapters, as the last call found them
         self._shape: tuple = ()  # what of them the native layer is made for
-        self._used: Any = None  # the layer and the adapters of the call that computes
+        self._steps: tuple[int | None, ...] = ()  # of the rotary tables of the last call
+        self._used: Any = None  # the layer, the adapters and the steps of the call that computes
         self._used_lora: list[LoraPart] = []
+        self._used_steps: tuple[int | None, ...] = ()
 
     def operands(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         self._look()
@@ -160,6 +162,7 @@ class _Decoder(Layer):
             tables = (hidden, hidden)  # nothing looks at them
         if tables is None or not all(self._is_table(table, hidden) for table in tables):
             raise Departs("its rotary tables are not in the form of transformers' own")
+        self._steps = tuple(self._step(table) for table in tables) if self._layer.rotated else ()
         if (mask := given.get("attention_mask")) is not None:
             if (positions := self._positions(mask, hidden)) is None:
                 raise Departs("its attention mask does more than causal attention within documents does (padding)")
@@ -189,10 +192,10 @@ class _Decoder(Layer):
             raise Departs("a parameter was put in the place of one that streams")
 
     def found(self) -> Any:
-        return self._layer, self._lora
+        return self._layer, self._lora, self._steps
 
     def go_by(self, found: Any) -> None:
-        self._used, self._used_lora = found
+        self._used, self._used_lora, self._used_steps = found
 
     def _with_lora(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
         return [*weights, *(factor.detach().to(torch.bfloat16) for part in self._used_lora for factor in (part.a, part.b))]
@@ -260,8 +263,8 @@ class _Decoder(Layer):
     def _input(self, operands: list[torch.Tensor]) -> list[torch.Tensor | None]:
         hidden, *tables = operands[:3]
         halves = tables
-        if half := self._layer.rotated // 2:
-            halves = [table[..., ::2] if self._step(table) == 2 else table[..., :half] for table in tables]
+        if half := self._used.rotated // 2:
+            halves = [table[..., ::2] if step == 2 else table[..., :half] for table, step in zip(tables, self._used_steps, strict=True)]
         return [hidden, *(half[0] if half.shape[0] == 1 else half for half in halves), operands[3] if len(operands) > 3 else None]
 
     def forward(self, weights: list[torch.Tensor], operands: list[torch.Tensor], keep: bool) -> tuple[torch.Tensor, Kept | None]:

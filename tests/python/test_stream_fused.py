@@ -431,3 +431,19 @@ def test_activations_on_a_card_are_kept_in_every_step(monkeypatch):
                 activations.kept -= size
     assert kept == [0, 10, 10, 10]
     assert activations.peak == 110
+
+
+@pytest.mark.parametrize("trainer", [False, True])
+def test_the_layers_of_a_forward_look_at_its_rotary_tables_once(trainer, counted, monkeypatch):
+    """And its backward does not: on a card the host waits for each look."""
+    model = fused()
+    optimizer, given = tierflow.optim.AdamW(model.parameters(), lr=1e-3), batches("llama", 2)
+    looked, equal = [], torch.equal
+    monkeypatch.setattr(torch, "equal", lambda a, b: looked.append(a.shape) or equal(a, b))
+    if trainer:
+        tierflow.Trainer(model, optimizer).step(given)
+    else:
+        for batch in given:
+            model(**batch).loss.backward()
+    assert len(counted) == LAYERS * len(given) and sum(len(shape) == 3 for shape in looked) == 2 * len(given)
+    tierflow.close(model)
