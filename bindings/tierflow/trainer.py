@@ -216,7 +216,7 @@ class Trainer:
 
             return run
 
-        losses: dict[int, float] = {}
+        losses: dict[int, torch.Tensor] = {}
         begun = modes.now()
         self._begun_beside(beside, others, modes)
         for lane, batch in zip(lanes, beside.taken, strict=True):
@@ -244,7 +244,7 @@ class Trainer:
             for position, lane in enumerate(group):
                 lane.here()
                 self._back(lane.calls.pop(), keep=together and position + 1 < len(group))
-        return sum(losses.values()) / count
+        return sum(float(loss) for loss in losses.values()) / count
 
     def _take(self, lane: MicroBatchLane) -> Any:
         """A forward visit for one micro-batch."""
@@ -264,7 +264,7 @@ class Trainer:
         lane.calls.append(TurnCall(frame, frame.kept_inputs(), leaves))
         return frame.result(handed(leaves))
 
-    def _take_head(self, turn: Turn, lane: MicroBatchLane, lanes: list[MicroBatchLane], losses: dict[int, float], count: int, together: bool) -> None:
+    def _take_head(self, turn: Turn, lane: MicroBatchLane, lanes: list[MicroBatchLane], losses: dict[int, torch.Tensor], count: int, together: bool) -> None:
         """The last module: forward, loss and backward of one micro-batch in one visit, without recomputation."""
         frame = lane.at()
         lane.turns += 1
@@ -290,14 +290,14 @@ class Trainer:
         lane.calls.pop()
         self._pass_on(call, grads)
 
-    def _finish(self, lane: MicroBatchLane, lanes: list[MicroBatchLane], losses: dict[int, float], count: int) -> None:
+    def _finish(self, lane: MicroBatchLane, lanes: list[MicroBatchLane], losses: dict[int, torch.Tensor], count: int) -> None:
         """Where the micro-batch has its loss: its gradient, back to the last module's output."""
         if lane.frame is not None:
             return
         loss, lane.result = lane.result, None
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise _native.UsageError("the loss of a micro-batch is a tensor with one element; does the micro-batch have labels?")
-        losses[lanes.index(lane)] = float(loss.detach())
+        losses[lanes.index(lane)] = loss.detach()  # read in the end: the host would wait for the device
         if not loss.requires_grad:
             raise _native.UsageError("the loss needs no gradient: is every parameter frozen, or is the loss detached?")
         (loss / count).backward(retain_graph=bool(lane.calls))
