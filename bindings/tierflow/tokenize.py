@@ -4,11 +4,13 @@ Usage: -c SCRIPT TOKENIZER_JSON. Everything is little-endian.
 
     first answer: b"TFTK", u32 size of the vocabulary, i32 id of the end-of-text token or -1
     request:      u32 number of pieces, then for each: u32 length (top bit set: a document ends here), UTF-8 bytes
-    answer:       u32 number of tokens, then that many u32 ids; the end-of-text token, if there is one, after each document
+    answer:       u32 number of tokens, then that many u32 ids; before each document what the tokenizer's post-processor adds at the beginning of a text (the
+                  BOS token of Llama and Gemma), and after it the end-of-text token, if there is one and the document does not end with it
 
 Ends at the end of its input. On failure: one line on standard error and exit status 3 (the tokenizer file), 4 (the machine).
 """
 import array
+import itertools
 import json
 import os
 import struct
@@ -81,9 +83,16 @@ def read_request(stream):
     return texts, ends
 
 
+def beginning(tokenizer):
+    """The ids that the tokenizer's post-processor puts before a text."""
+    encoding = tokenizer.encode("a")
+    return [id for id, _ in itertools.takewhile(lambda pair: pair[1], zip(encoding.ids, encoding.special_tokens_mask))]
+
+
 def serve(tokenizer, eos, requests, answers):
     answers.write(struct.pack("<4sIi", b"TFTK", tokenizer.get_vocab_size(), -1 if eos is None else eos))
     answers.flush()
+    before, begins = None, True
     while True:
         try:
             texts, ends = read_request(requests)
@@ -91,9 +100,13 @@ def serve(tokenizer, eos, requests, answers):
             return
         ids = array.array("I")
         try:
+            before = beginning(tokenizer) if before is None else before
             for encoding, end in zip(tokenizer.encode_batch_fast(texts, add_special_tokens=False), ends):
+                if begins:
+                    ids.extend(before)
+                begins = end
                 ids.extend(encoding.ids)
-                if end and eos is not None:
+                if end and eos is not None and encoding.ids[-1:] != [eos]:
                     ids.append(eos)
         except (KeyboardInterrupt, SystemExit):
             raise

@@ -28,7 +28,8 @@ class TokenizerProcess {
 
   std::int64_t vocab_size() const { return vocab_size_; }
   std::int64_t end_of_text() const { return end_of_text_; }  // -1: none
-  // The tokens of the pieces, with the end-of-text token after each document.
+  // The tokens of the pieces. Before each document comes what the tokenizer's post-processor adds at the beginning of a
+  // text, and after it the end-of-text token, unless the document ends with it. A document may go on in the next call.
   std::vector<std::uint32_t> encode(std::span<const TextPiece> pieces);
 
  private:

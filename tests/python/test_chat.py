@@ -45,6 +45,15 @@ def test_files_that_are_not_read_are_said(chat):
     assert (summary["other_files"], summary["first_other_file"]) == (2, "folder/b.csv")
 
 
+def test_a_text_has_the_same_tokens_whatever_packs_it(chat):
+    (chat / "text.jsonl").write_text(json.dumps({"text": "the answer is what you long for"}) + "\n" + json.dumps({"text": "assistant</s>"}) + "\n")
+    prepared = {packing: json.loads(run(chat, "data", "prepare", *choice("--data", "text.jsonl", "--packing", packing, "--sequence-length", "8"), "--json").stdout) for packing in ("none", "bfd", "concat")}
+    tokens = {packing: sum(part["tokens"] for part in parts) for packing, parts in prepared.items()}
+    tokenizer = the_library(chat / "model", PLAIN)
+    count = len(tokenizer("the answer is what you long for")["input_ids"]) + 1 + len(tokenizer("assistant</s>")["input_ids"])
+    assert tokens == {"none": count, "bfd": count, "concat": count}
+
+
 def test_prepare_says_what_became_of_the_rows(chat):
     with open(chat / "a.jsonl", "a") as file:
         file.write("junk\n")

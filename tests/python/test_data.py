@@ -45,9 +45,10 @@ def tokenizer(tmp_path_factory, text):
 def test_documents_are_tokenised_as_by_the_library(tokenizer, text, tmp_path):
     model, folder = tokenizer
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    documents = text.split("\n")[:100]
+    documents = [*text.split("\n")[:100], "ended</s>", "and another"]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    expected = [id for document in documents for id in [*model.encode(document, add_special_tokens=False).ids, 1]]
+    expected = [id for document in documents for id in [*model.encode(document.removesuffix("</s>")).ids, 1]]
+    assert expected[0] == 0
     assert read_tokens(folder / "tokenizer.json", tmp_path / "a.jsonl") == expected
 
 
@@ -57,6 +58,6 @@ def test_a_long_text_is_cut_only_between_lines(tokenizer, text, tmp_path):
     long = "\n".join([text] * 12)
     assert len(long.encode()) > 2 << 20
     (tmp_path / "a.txt").write_text(long)
-    ids = read_tokens(folder / "tokenizer.json", tmp_path / "a.txt")
+    begin, *ids = read_tokens(folder / "tokenizer.json", tmp_path / "a.txt")
     decoder = tokenizers.decoders.ByteLevel()
-    assert decoder.decode([model.id_to_token(id) for id in ids]) == long
+    assert decoder.decode([model.id_to_token(id) for id in ids]) == long and begin == 0
