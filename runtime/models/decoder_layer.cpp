@@ -131,6 +131,15 @@ DecoderLayer::DecoderLayer(const ModelConfig& config, std::int64_t layer, const 
   model_ = make_decoder(std::move(spec));
 }
 
+namespace {
+
+// Batches of a data collator are as long as their longest row.
+Shared shared_of(const DecoderLayer::Input& input) {
+  return {.tables = {input.cos, input.sin}, .documents = input.documents, .attention = {.any_length = true}};
+}
+
+}  // namespace
+
 std::vector<Tensor> DecoderLayer::in_order(const std::vector<Tensor>& tensors) const {
   std::vector<Tensor> ordered;
   for (const std::size_t position : order_) ordered.push_back(tensors.at(position));
@@ -139,7 +148,7 @@ std::vector<Tensor> DecoderLayer::in_order(const std::vector<Tensor>& tensors) c
 
 Tensor DecoderLayer::forward(const Weights& weights, const Input& input, std::unique_ptr<KeptActivations>* kept) const {
   const at::NoGradGuard no_grad;
-  const Shared shared{.tables = {input.cos, input.sin}, .documents = input.documents};
+  const Shared shared = shared_of(input);
   const Weights ordered = in_order(weights);
   Carry carry = {input.hidden.detach()};
   if (kept == nullptr) return model_->forward(stage_, ordered, carry, shared, /*training=*/true).at(0);
@@ -150,7 +159,7 @@ Tensor DecoderLayer::forward(const Weights& weights, const Input& input, std::un
 Tensor DecoderLayer::backward(const Weights& weights, const Gradients& sums, const Input& input, const Tensor& d_out,
                               std::unique_ptr<KeptActivations> kept) const {
   const at::NoGradGuard no_grad;
-  const Shared shared{.tables = {input.cos, input.sin}, .documents = input.documents};
+  const Shared shared = shared_of(input);
   const std::vector<Tensor> ordered_sums = in_order(sums.tensors());
   const RoundedSums rounded(ordered_sums, products_);
   // backward_kept() with nothing kept is backward() by hand, for models without dropout.

@@ -18,8 +18,9 @@ constexpr double kLogit = 6;        // of a logit: its product writes it, the lo
 constexpr double kGradientSum = 8;  // of a weight: the product reads its fp32 sum and writes it
 // As a test counts them (launches_test.cpp), with attention's own.
 constexpr double kBlockLaunches = 14, kBlockBackwardLaunches = 31;
-constexpr double kChunkLaunches = 5;  // of the head, for a chunk of logits
-constexpr double kFewLaunches = 16;   // of a stage that is no block
+constexpr double kExpertLaunches = 9, kExpertBackwardLaunches = 23;  // of an expert, which computes again (experts.cpp)
+constexpr double kChunkLaunches = 5;                                 // of the head, for a chunk of logits
+constexpr double kFewLaunches = 16;                                  // of a stage that is no block
 
 constexpr double kProductTile = 1 << 22, kHeadChunk = 1 << 27;  // numbers
 
@@ -148,8 +149,10 @@ void add_block(const ModelSpec& spec, const StageSpec& of, const Sizes& s, doubl
   cost.forward_bytes += s.tokens * forward;
   cost.backward_bytes += s.tokens * backward;
   const double part = of.kind == StageKind::block ? 1 : 0.5;
-  cost.forward_launches = part * kBlockLaunches;
-  cost.backward_launches = part * kBlockBackwardLaunches;
+  const double experts = of.kind == StageKind::experts ? static_cast<double>(of.experts) : s.experts;
+  const double used = expands(of.kind) ? std::min(experts, s.tokens * s.chosen) : 0.0;
+  cost.forward_launches = part * kBlockLaunches + used * kExpertLaunches;
+  cost.backward_launches = part * kBlockBackwardLaunches + used * kExpertBackwardLaunches;
   double largest = 0;  // weight
   for (const int unit : of.units)
     for (const TensorSpec& tensor : spec.units[unit].tensors)

@@ -13,7 +13,7 @@ from conftest import BUILD, ROOT
 
 
 def test_what_a_card_is_asked_first_and_that_nothing_is_left_out(scripts, tmp_path):
-    """Each test that needs a card is in one step, in an order of what it says about the others."""
+    """Each test that needs a card is in one step, in an order of what it says about the others; those that take long are not in part 0."""
     import parts
 
     def listed(*words):
@@ -26,10 +26,11 @@ def test_what_a_card_is_asked_first_and_that_nothing_is_left_out(scripts, tmp_pa
 
     if not (BUILD / "gpu_test").exists():
         pytest.skip("gpu_test is not built")
-    for part in (0, 1):
+    long = listed(f"--gtest_filter={parts.ON_GPU['long_on_gpu']}")
+    for part, left_out in ((0, long), (1, [])):
         steps = [step for step in parts.steps(part, parts.Place(tmp_path, tmp_path, tmp_path, "python3", False)) if step.command[0] == tmp_path / "bin/gpu_test"]
         found = [listed(*step.command[1:]) for step in steps]
-        assert sorted(sum(found, [])) == sorted(name for name in listed() if not name.endswith("/cpu"))
+        assert sorted(sum(found, left_out)) == sorted(name for name in listed() if not name.endswith("/cpu"))
         assert [any(name in test for test in tests) for tests, name in zip(found, ("RowKernels", "StreamedIsResident", "ComputesWhat"))] == [True] * 3
 
 

@@ -152,6 +152,23 @@ TEST(MachineModel, StagesTakeTheirOperationsAndBytesByTheRates) {
   EXPECT_EQ(block().forward, cost.forward_bytes);
 }
 
+// Experts are started one by one: those that tokens choose, forward and, with what it computes again, backward.
+TEST(MachineModel, EachExpertIsStarted) {
+  const ModelSpec spec = parse_model_spec(
+      R"({"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 96, "hidden_size": 32, "head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24, "moe_intermediate_size": 16,
+    "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2, "decoder_sparse_step": 1})",
+      "model");
+  const auto stage = std::ranges::find_if(
+      spec.stages, [](const StageSpec& of) { return of.kind == StageKind::mlp || of.kind == StageKind::experts; });
+  ASSERT_NE(stage, spec.stages.end());
+  const int number = static_cast<int>(stage - spec.stages.begin());
+  const StageCost all = stage_cost(spec, number, 2, 64), one = stage_cost(spec, number, 1, 1);
+  EXPECT_EQ(all.forward_launches - one.forward_launches, 9 * (8 - 2));
+  EXPECT_EQ(all.backward_launches - one.backward_launches, 23 * (8 - 2));
+  EXPECT_EQ(stage_cost(spec, number - 1, 2, 64).forward_launches, 7);
+}
+
 // A row of four chunks costs what four rows of one do; in a layer that sees all, attention costs four times as much.
 TEST(MachineModel, AttentionInChunksCostsTheChunks) {
   const ModelSpec spec = parse_model_spec(
