@@ -265,7 +265,10 @@ void ResultFolder::try_to_write() const {
   const fs::path probe = path_ / longest_name;
   const auto refuse = [&](const char* operation, int error_number) {
     unlink(probe.c_str());
-    fail_system(operation, probe.string(), error_number, "--out must be a folder that can be written");
+    fail_system(operation, probe.string(), error_number,
+                error_number == ENOSPC || error_number == EDQUOT
+                    ? "make room there, or name a folder on another drive as --out"
+                    : "--out must be a folder that can be written");
   };
   const File file(open(probe.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0644));
   if (!file) refuse("create", errno);

@@ -208,6 +208,7 @@ LeftStore find_left_store(const Folders& storage, Held held) {
                             left.step, left.owner, export_command(storage));
     } else if (parts.found != parts.all && !left.empty) {
       left.in_part = storage.size() < parts.all;
+      left.damaged = !left.in_part;
       left.line = fmt::format("is part of a state over {} folders of {}", parts.all, left.owner) +
                   (left.in_part ? fmt::format(": name all of them{}", folders_in(note))
                                 : fmt::format(", and a part in another folder is missing or damaged ({}): if its file "
@@ -219,6 +220,7 @@ LeftStore find_left_store(const Folders& storage, Held held) {
           "first commit): --fresh discards it",
           left.owner);
     } else {
+      left.damaged = true;
       left.line = fmt::format(
           "holds the state of {}, and nothing can be got out of it ({}): if a file of it was moved or replaced, put it "
           "back; --fresh discards it",
@@ -244,7 +246,8 @@ bool is_of_train(const std::string& run) {
 void refuse_left_store(const Folders& storage, const std::string& more) {
   const LeftStore left = find_left_store(storage);
   if (left.there)
-    fail(io::ErrorKind::environment, left.state.string(), left.line + "; or name another folder as --storage" + more);
+    fail(left.damaged ? io::ErrorKind::corruption : io::ErrorKind::environment, left.state.string(),
+         left.line + "; or name another folder as --storage" + more);
 }
 
 fs::path reference_beside(const Folders& storage) {

@@ -25,6 +25,7 @@ struct LeftStore {
   bool streamed = false;   // a Streamer made it, and a durable Streamer can resume from it
   bool in_part = false;    // it lies in other folders too, which were not named
   bool readable = false;   // it has a committed generation
+  bool damaged = false;    // it had one, and nothing of it can be read
   std::int64_t step = 0;
   std::uint64_t generation = 0;  // the newest that was committed
   int generations = 0;           // how many it keeps
@@ -49,7 +50,7 @@ LeftStore find_left_store(const Folders& storage, Held held = Held::is_refused);
 LeftStore expect_left_store(const Folders& storage);
 
 // Throws Exception if a store lies in one of the folders: of kind locked if a process holds it; else of kind
-// environment, which says who made it, when, and what to do, and then `more`.
+// corruption if it is damaged, or environment, which says who made it, when, and what to do, and then `more`.
 void refuse_left_store(const Folders& storage, const std::string& more = {});
 // The file in which a run keeps the log-probabilities that its preference loss compares with. It lies beside the store,
 // in one of the folders, and goes with the store. If there is none yet: the place that it will have.

@@ -202,7 +202,7 @@ void bench_storage(const BenchStorageOptions& options, const std::function<bool(
       std::cerr << "warning: " << warning << std::endl;
     }
   });
-  if (!std::cout) fail(io::ErrorKind::environment, "standard output", "cannot be written any more");
+  if (!std::cout) fail(io::ErrorKind::io, "standard output", "cannot be written any more");
   throw_if(error);
 }
 

@@ -78,7 +78,8 @@ OptionTable generate_table(GenerateOptions& o) {
   add_choice(table, "min-p", o.min_p, 0, 1, "draw from those that reach this share of the most likely one's");
   add_choice(table, "repetition-penalty", o.repetition_penalty, 1e-6, 1e6,
              "above 1: tokens that were there are less likely");
-  add_texts(table, "stop", o.stop, "tokens that end a text, besides the model's own, by their text or their name in the vocabulary");
+  add_texts(table, "stop", o.stop,
+            "tokens that end a text, besides the model's own, by their text or their name in the vocabulary");
   table.seed("seed", o.seed, "of the draws");
   add_machine_rows(table, o);
   table.add(

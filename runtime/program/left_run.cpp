@@ -56,7 +56,7 @@ LeftRun find_left_run(const TrainOptions& options, TrainingLog& log) {
     return left;
   }
   if (left.store.there && !left.store.empty && !left.store.resumable)
-    refuse_left_store(lies, left.store.readable ? "" : what_else_is_left(options));
+    refuse_left_store(lies, left.store.readable || left.store.damaged ? "" : what_else_is_left(options));
   if (options.resume && !left.store.resumable)
     fail(io::ErrorKind::usage, options.storage.front().string(),
          "holds no state to go on with: without --resume the run begins anew");

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -144,7 +145,10 @@ int run(std::vector<std::string> words) {
              "\"; commands are init, train, plan, data, eval, generate, export, merge, status, verify, bench");
   const std::vector<std::string> rest(words.begin() + 1, words.end());
   const bool help = std::any_of(rest.begin(), rest.end(), asks_for_help);
-  if (!help) check_working_folder();
+  if (!help) {
+    check_working_folder();
+    std::signal(SIGPIPE, SIG_IGN);  // a result that nobody reads is an error; help is not
+  }
   if (command == "bench") return run_bench(rest, help);
   if (command == "data") return run_data(rest, help);
   if (help) {

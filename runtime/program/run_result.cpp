@@ -305,6 +305,28 @@ void copy_companions(const RunRecord& run, const ResultFolder& out, TrainingLog&
   log.say("warning: the tokenizer's files are not in the result: " + why);
 }
 
+// Of the store's newest generation.
+void write_left(const ExportOptions& options, const LeftStore& left, TrainingLog& log) {
+  ResultFolder out(options.out);
+  std::string whole;  // the file that says so
+  {
+    const StoredModel model = open_stored_model(options.storage);
+    const auto script = script_in(model, options.storage);
+    whole = script ? script->last_file() : is_written_beside_base(model.spec) ? kAdapterLast : kModelLast;
+    if (script && !script->remark().empty()) log.say("warning: " + script->remark());
+    out.begin(whole.empty() ? kModelLast : whole);
+    if (!script) copy_companions(RunRecord::parse(left.client), out, log);
+  }
+  const std::string broken = export_store(options.storage, options.out, log.stoppable_progress(),
+                                          RunRecord::parse(left.client).model, weights_of_run(left.run));
+  warn_of_not_finite(broken, log);
+  if (whole.empty()) {  // then the mark of begin() stays until here
+    fs::remove(out.path() / (std::string(kModelLast) + ".partial"));
+    sync_folder(out.path());
+  }
+  out.finish();
+}
+
 }  // namespace
 
 int run_export(const ExportOptions& options) {
@@ -327,24 +349,13 @@ int run_export(const ExportOptions& options) {
     log.say(
         fmt::format("warning: the model after step {} is written, which may not be the newest that was committed: {}",
                     left.step, left.passed_over));
-  ResultFolder out(options.out);
-  std::string whole;  // the file that says so
-  {
-    const StoredModel model = open_stored_model(options.storage);
-    const auto script = script_in(model, options.storage);
-    whole = script ? script->last_file() : is_written_beside_base(model.spec) ? kAdapterLast : kModelLast;
-    if (script && !script->remark().empty()) log.say("warning: " + script->remark());
-    out.begin(whole.empty() ? kModelLast : whole);
-    if (!script) copy_companions(RunRecord::parse(left.client), out, log);
+  try {
+    write_left(options, left, log);
+  } catch (const Exception& damaged) {
+    if (damaged.error().kind != io::ErrorKind::corruption || left.generations != 2) throw;
+    fail_with_more(damaged.error(),
+                   "`tierflow verify` says whether the generation before it is whole, from which the run goes on");
   }
-  const std::string broken = export_store(options.storage, options.out, log.stoppable_progress(),
-                                          RunRecord::parse(left.client).model, weights_of_run(left.run));
-  warn_of_not_finite(broken, log);
-  if (whole.empty()) {  // then the mark of begin() stays until here
-    fs::remove(out.path() / (std::string(kModelLast) + ".partial"));
-    sync_folder(out.path());
-  }
-  out.finish();
   return said("");
 }
 

@@ -381,7 +381,7 @@ def test_killed_while_it_makes_its_store_it_begins_anew(work):
     (work / "store").mkdir(exist_ok=True)
     (work / "store" / "state.tfv").write_text("mine")
     (work / "store" / "state.tfv").chmod(0o600)
-    assert run(work, *words, ok=False).returncode == 4 and (work / "store" / "state.tfv").read_text() == "mine"
+    assert run(work, *words, ok=False).returncode == 6 and (work / "store" / "state.tfv").read_text() == "mine"
 
 
 def test_killed_after_its_result_it_is_finished(work):
@@ -540,6 +540,11 @@ def test_status_and_verify_say_what_is_there(work):
     assert status["generations"] == 2 and 1 < status["generation"] <= status["step"] + 1  # the first is what was loaded
     assert re.search(rf"\ngeneration {status['generation']}, the newest of 2 that are kept; last written \d+ s ago\n", said)
     assert "whole: the state after step" in run(work, "verify", "store").stdout
+    reader, writer = os.pipe()
+    os.close(reader)
+    unread = run(work, "status", "store", ok=False, capture_output=False, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert unread.returncode == 5 and "standard output" in the_error(unread.stderr)
     # A newest superblock that is damaged is said: what is there may be older than what was committed.
     state, place = work / "store" / "state.tfv", MIB + (0 if status["generation"] % 2 == 0 else MIB)
     content = bytearray(state.read_bytes())
@@ -583,10 +588,10 @@ def test_what_is_damaged_is_found_before_anything_is_written(work):
     damaged = run(work, "verify", "store", ok=False)
     assert damaged.returncode == 6 and "is not what was written" in the_error(damaged.stderr)
     exported = run(work, "export", "--storage", "store", "--out", "exported", ok=False)
-    assert exported.returncode == 6 and "is not what was written" in the_error(exported.stderr) and not (work / "exported").exists()
+    assert exported.returncode == 6 and "is not what was written" in the_error(exported.stderr) and "`tierflow verify` says" in exported.stderr and not (work / "exported").exists()
     state.write_bytes(content[:MIB] + b"\xff" * (len(content) - MIB))
     gone = again(work, *TRAIN, *TIGHT)
-    assert gone.returncode == 4 and "nothing can be got out of it" in the_error(gone.stderr) and "checkpoint-12" in the_error(gone.stderr)
+    assert gone.returncode == 6 and "nothing can be got out of it" in the_error(gone.stderr) and "checkpoint-12" in the_error(gone.stderr)
 
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "run.tar.xz"  # made by golden_run() of an earlier version
