@@ -261,8 +261,12 @@ io::Error Executor::Impl::work_on_device(Node& at) {
     failed = at.work->update_on_device(chunk, device, on);
   }
   if (failed) return failed;
-  at.ended = device.record_timed(StreamId::update);
-  return device.synchronize(at.ended);
+  const Event ended = device.record_timed(StreamId::update);
+  {
+    std::lock_guard lock(mutex);  // whoever looks at the counters looks at it too
+    at.ended = ended;
+  }
+  return device.synchronize(ended);
 }
 
 void Executor::Impl::start_read(TaskId id, Node& at) {

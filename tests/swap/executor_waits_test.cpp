@@ -1,7 +1,9 @@
 // What the executor waits for where the device computes while its client goes on.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
+#include <future>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -38,8 +40,8 @@ struct NotingDevice final : testing::ForwardingDevice {
   std::vector<Event> computed_;
 };
 
-Layout one_stage() {
-  return {{{.name = "unit", .groups = {{.elements = 4096, .state_bytes_element = 4, .precision = "a"}}}},
+Layout one_stage(std::uint64_t elements = 4096) {
+  return {{{.name = "unit", .groups = {{.elements = elements, .state_bytes_element = 4, .precision = "a"}}}},
           {{.units = {0}}},
           kChunkQuantum};
 }
@@ -70,6 +72,78 @@ TEST(ExecutorWaits, ACopyFollowsTheNewestOfItsComputations) {
   ASSERT_FALSE(executor->drain());
   // Each has an event at its beginning and one at its end.
   EXPECT_EQ(device.uploads_wait_for, std::vector<std::size_t>{3});
+}
+
+// What was found in a slot is taken before another gradient is rounded and measured there.
+TEST(ExecutorWaits, ASlotIsFreeWhenWhatWasMeasuredInItIsTaken) {
+  struct Work final : UpdateWork {
+    io::Error measure(const Chunk&, std::span<const std::byte>) override { return {}; }
+    io::Error update(const Chunk&, std::span<const std::byte>, std::span<std::byte>, std::span<std::byte>) override {
+      return {};
+    }
+    void enqueue_measuring(const Chunk&, Device&, StreamId, const std::uint16_t*, std::byte*) override { ++measuring; }
+    io::Error take_measured(const Chunk&, std::span<const std::byte>) override {
+      if (++taken == 1) may_take.get_future().wait();
+      return {};
+    }
+    std::atomic<int> measuring = 0, taken = 0;
+    std::promise<void> may_take;
+  };
+  const Layout layout = one_stage(4 * kChunkQuantum);
+  const Arrangement arrangement = arrange(layout, {.host_budget = 64 << 20,
+                                                   .device_budget = 64 << 20,
+                                                   .gradient_slots = true,
+                                                   .measured_bytes = 24,
+                                                   .storage = false})
+                                      .value();
+  const auto device = open_cpu_device();
+  const auto executor = Executor::create(*device, nullptr, layout, arrangement).value();
+  const auto work = std::make_shared<Work>();
+  executor->append(Planner(layout, arrangement).train_step(false), work);
+  ASSERT_TRUE(executor->enter(0, Pass::head, 0).ok());
+  ASSERT_FALSE(executor->leave());
+  for (int i = 0; i < 2000 && work->measuring < kGradientSlots; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  EXPECT_EQ(work->measuring, kGradientSlots);
+  work->may_take.set_value();
+  ASSERT_FALSE(executor->drain());
+  EXPECT_EQ(work->measuring, static_cast<int>(layout.chunks().size()));
+  EXPECT_EQ(work->taken, static_cast<int>(layout.chunks().size()));
+}
+
+// Whoever looks at the counters finds no update of the device half noted: the thread sanitizer says so.
+TEST(ExecutorWaits, CountersAreLookedAtWhileTheDeviceUpdates) {
+  struct Work final : UpdateWork {
+    io::Error measure(const Chunk&, std::span<const std::byte>) override { return {}; }
+    io::Error update(const Chunk&, std::span<const std::byte>, std::span<std::byte>, std::span<std::byte>) override {
+      return {};
+    }
+    io::Error update_on_device(const Chunk&, Device&, const DeviceUpdate&) override {
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+      ++updated;
+      return {};
+    }
+    std::atomic<int> updated = 0;
+  };
+  const Layout layout = one_stage(16 * kChunkQuantum);
+  const Arrangement arrangement = arrange(layout, {.host_budget = 64 << 20,
+                                                   .device_budget = 64 << 20,
+                                                   .staged = false,
+                                                   .device_update_share = 1,
+                                                   .storage = false})
+                                      .value();
+  const auto device = open_cpu_device();
+  const auto executor = Executor::create(*device, nullptr, layout, arrangement).value();
+  const auto work = std::make_shared<Work>();
+  executor->append(Planner(layout, arrangement).train_step(false), work);
+  ASSERT_TRUE(executor->enter(0, Pass::head, 0).ok());
+  ASSERT_FALSE(executor->leave());
+  const auto updates = [&] { return executor->counters()[static_cast<int>(Lane::update)]; };
+  for (const double ends = executor->now() + 20; updates().tasks < 16 && executor->now() < ends;)
+    EXPECT_LE(updates().busy_seconds, executor->now());
+  ASSERT_FALSE(executor->drain());
+  EXPECT_EQ(work->updated, 16);
 }
 
 TEST(ExecutorWaits, RecordsAreOfAllThatWasEntered) {
