@@ -201,7 +201,11 @@ TEST(AsyncCompute, WaitingForAnEventDoesNotHoldTheCaller) {
     bool computed = false;
     device->enqueue(StreamId::compute, [&](const DeviceQueue&) { computed = true; });
     const Event ended = device->record_timed(StreamId::compute);
+    const Event happened = device->record_timed(StreamId::download);
+    ASSERT_FALSE(device->synchronize(happened));
     EXPECT_FALSE(device->seconds_between(uploaded, ended));
+    EXPECT_FALSE(device->seconds_between(happened, ended));
+    EXPECT_FALSE(device->seconds_between(ended, happened));
     may_go_on.set_value();
     ASSERT_FALSE(device->synchronize(ended));
     EXPECT_TRUE(computed);

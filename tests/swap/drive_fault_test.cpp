@@ -174,11 +174,13 @@ TEST_P(DriveFaultTest, AFlipOnTheWayIsReadAgain) {
   }));
   EXPECT_TRUE(read);
   EXPECT_EQ(plan_->hits(), 1U);
+  EXPECT_EQ(second_readings_, 13) << "the user is told";
   plan_->set({.kind = Fault::Kind::flip, .action = io::Action::read});
   const auto fetched = store_->fetch(ExtentKind::state, stored_);
   ASSERT_TRUE(fetched.ok());
   EXPECT_TRUE(all_ones(fetched.value().bytes()));
   EXPECT_EQ(plan_->hits(), 1U);
+  EXPECT_EQ(second_readings_, 14);
   plan_->clear();
   // Nothing wrong was written back either.
   for (int id = 0; id < static_cast<int>(layout_.chunks().size()); ++id)

@@ -257,6 +257,8 @@ TEST_F(Lanes, ClientsThatDepartAreTold) {
        {std::tuple{1, Pass::forward, 0}, std::tuple{0, Pass::evaluate, 0}, std::tuple{0, Pass::forward, 1}})
     EXPECT_NE(executor_->enter(stage, pass, micro_batch).error().detail.find("departs from the plan"),
               std::string::npos);
+  EXPECT_EQ(executor_->enter(2, Pass::backward, 1).error().detail,
+            "stage 2 backward micro-batch 1 departs from the plan, which has stage 0 forward micro-batch 0");
   ASSERT_TRUE(executor_->enter(0, Pass::forward, 0).ok());
   EXPECT_NE(executor_->enter(1, Pass::forward, 0).error().detail.find("leave() was not called"), std::string::npos);
   EXPECT_FALSE(executor_->leave());

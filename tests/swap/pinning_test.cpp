@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -91,6 +92,20 @@ TEST(Pinning, AsMuchAsTheSystemAllows) {
   EXPECT_EQ(parts(pieces, at + 1500 * kMiB, 100 * kMiB), (Parts{{0, 36 * kMiB}, {36 * kMiB, 64 * kMiB}}));
   EXPECT_EQ(parts(pieces, at + 2000 * kMiB, 100 * kMiB), (Parts{{0, 100 * kMiB}}));
   EXPECT_TRUE(parts(pieces, at, 0).empty());
+}
+
+// Halves are tried down to the least registration, which is one of them; the reason told is the first one.
+TEST(Pinning, TheLeastRegistrationIsTried) {
+  const Slab slab(4 * kLeastRegistration);
+  std::vector<std::size_t> tried;
+  PinnedPieces pieces;
+  const std::string note = pieces.pin(by_the_gibibyte(slab.memory), [&](std::span<std::byte> piece) {
+    tried.push_back(piece.size());
+    return piece.size() > kLeastRegistration ? "refusal " + std::to_string(tried.size()) : std::string();
+  });
+  EXPECT_EQ(tried, (std::vector<std::size_t>{4 * kLeastRegistration, 2 * kLeastRegistration, kLeastRegistration}));
+  EXPECT_TRUE(pieces.covers(slab.memory.data(), kLeastRegistration));
+  EXPECT_NE(note.find("64 MiB could be pinned (refusal 1)"), std::string::npos) << note;
 }
 
 TEST(Pinning, NothingWhereNothingIsAllowed) {

@@ -188,6 +188,23 @@ TEST_F(RunEnd, WhatTheClientsWorkAnswersIsTheRunsError) {
   }
 }
 
+// A client that is not able to do what a plan asks of it.
+TEST_F(RunEnd, WhatTheClientCannotDoIsRefused) {
+  struct Plain final : UpdateWork {
+    io::Error measure(const Chunk&, std::span<const std::byte>) override { return {}; }
+    io::Error update(const Chunk&, std::span<const std::byte>, std::span<std::byte>, std::span<std::byte>) override {
+      return {};
+    }
+  } work;
+  const Chunk& chunk = layout_.chunks()[0];
+  EXPECT_EQ(work.catch_up(chunk, {}, {}).detail, "this run's chunks miss no updates");
+  for (const io::Error& error : {work.update_on_device(chunk, device_, {}), work.keep_gradient(chunk, device_, {})})
+    EXPECT_EQ(error.detail, "this run's updates are the host's alone");
+  for (const io::Error& error : {work.accumulate(chunk, {}, {}, {}, false), work.round_sum(chunk, {}, {})})
+    EXPECT_EQ(error.detail, "this run keeps no gradient sums");
+  EXPECT_FALSE(work.take_measured(chunk, {}));
+}
+
 TEST_F(RunEnd, WhatFailsOnTheUpdateStreamIsTheRunsError) {
   prepare({.state_on_device = true});
   device_.fails = StreamId::update;
@@ -293,6 +310,13 @@ TEST_F(RunEnd, TheClientIsToldInsideOfAVisit) {
   ASSERT_TRUE(executor_->enter(1, Pass::head, 0).ok());
   executor_->fail({.kind = io::ErrorKind::usage, .detail = "enough"});
   EXPECT_EQ(executor_->leave().detail, "enough");
+}
+
+TEST_F(RunEnd, APartOutsideOfAVisitIsRefusedAndNotPlanned) {
+  prepare();
+  Plan part = planner_->train_step(false);
+  EXPECT_EQ(executor_->need(std::move(part), work_).error().operation, "leave");
+  EXPECT_FALSE(executor_->drain());
 }
 
 // The client waits for weights whose update does not end.

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "swap/arrange.h"
 #include "swap/executor.h"
@@ -179,6 +181,39 @@ TEST_F(WriteBack, SaysWhatWasNotWrittenFromTheDevice) {
   write(ExtentKind::state, kHeld, 6);
   plan_->set({.kind = Fault::Kind::error, .action = io::Action::write, .sticky = true});
   EXPECT_EQ(executor_->write_back().kind, io::ErrorKind::io);
+}
+
+TEST_F(WriteBack, WhatCannotBeReadFromTheDeviceIsNotHandedOut) {
+  ASSERT_NO_FATAL_FAILURE(prepare({.state_on_device = true}));
+  device_.gone = true;
+  const io::Error error = executor_->access(ExtentKind::state, kHeld, /*writes=*/false,
+                                            [](std::span<std::byte>) { ADD_FAILURE() << "nothing came"; });
+  EXPECT_EQ(error.detail, "the device is gone");
+}
+
+TEST_F(WriteBack, NoMoreThanAFewWritesAreInFlight) {
+  ASSERT_NO_FATAL_FAILURE(prepare({}));
+  plan_->set({.kind = Fault::Kind::hold, .action = io::Action::write, .sticky = true});
+  io::Error error;
+  std::thread writes([&] { error = executor_->write_back(); });
+  for (int i = 0; i < 2000 && plan_->hits() < 4; ++i) std::this_thread::sleep_for(std::chrono::milliseconds{1});
+  std::this_thread::sleep_for(std::chrono::milliseconds{5});
+  EXPECT_EQ(plan_->hits(), 4U);
+  plan_->release();
+  plan_->clear();
+  writes.join();
+  EXPECT_FALSE(error) << error.message();
+}
+
+TEST_F(WriteBack, AnExtentWithoutAPlaceIsRefused) {
+  ASSERT_NO_FATAL_FAILURE(prepare({}));
+  ASSERT_EQ(arrangement_.word_buffers, 0);
+  for (const bool writes : {false, true}) {
+    const io::Error error = executor_->access(ExtentKind::gradient_low, 0, writes,
+                                              [](std::span<std::byte>) { ADD_FAILURE() << "there is no place"; });
+    EXPECT_EQ(error.kind, io::ErrorKind::usage) << error.message();
+  }
+  EXPECT_FALSE(executor_->failed());
 }
 
 // Of all chunks in one step, of none in the next, and again; gradients pass through storage and through RAM.
