@@ -280,6 +280,8 @@ TEST(StoreCommitted, WordsStayWhileTheyAreRead) {
       const io::Error refused = store->commit(step(value));
       EXPECT_EQ(refused.kind, io::ErrorKind::usage) << refused.message();
       expect(words, 1);
+      auto first = words.fetch(0);
+      EXPECT_FALSE(words.verify(0, first->bytes().first(words.bytes(0))));
     }
     const CommittedWords more(*store);
   }
@@ -443,6 +445,25 @@ TEST(StoreOpen, AnotherModelIsRefused) {
   StoreOptions two = options;
   two.generations = 2;
   EXPECT_EQ(Store::open(two, layout()).error().kind, io::ErrorKind::corruption);
+  // With as many chunks: smaller ones, and ones that would be cut at another length.
+  const auto head = [](std::uint64_t elements) {
+    return std::vector<UnitShape>{
+        {.name = "head",
+         .groups = {{.elements = elements, .state_bytes_element = 4, .state_bytes_block = 8, .precision = "a"}}}};
+  };
+  testing::TempDir small;
+  const StoreOptions of_small = options_in(small.path(), 1);
+  const Layout made(head(4096), {{.units = {0}}}, kChunkQuantum);
+  {
+    const auto store = Store::create(of_small, made).value();
+    for (const ExtentKind kind : {ExtentKind::hi, ExtentKind::state}) ASSERT_OK(write_extent(*store, kind, 0, 1));
+    ASSERT_OK(store->commit(step(1)));
+  }
+  EXPECT_TRUE(Store::open(of_small, made).ok());
+  for (const auto& [elements, cut] : {std::pair{2048, kChunkQuantum}, {4096, 2 * kChunkQuantum}})
+    EXPECT_EQ(Store::open(of_small, Layout(head(elements), {{.units = {0}}}, cut)).error().kind,
+              io::ErrorKind::corruption)
+        << elements;
 }
 
 TEST(StoreOpen, TheNextCommitKeepsTheIdentity) {
@@ -490,6 +511,8 @@ TEST(StoreManifest, RefusesWhatIsNone) {
   }
   EXPECT_FALSE(parse_manifest("").ok());
   EXPECT_FALSE(parse_manifest("[]").ok());
+  for (const int generations : {0, 1, 2, 3})
+    EXPECT_EQ(parse_manifest(Manifest{.generations = generations}.text({})).ok(), generations == 1 || generations == 2);
 }
 
 TEST(StoreSuperblock, RefusesWhatIsNone) {
@@ -517,6 +540,11 @@ TEST(StoreSuperblock, RefusesWhatIsNone) {
   }
   block.set_manifest((2 << 20) + 8, "{}");
   EXPECT_FALSE(parsed(1 << 30));
+  for (std::uint64_t version = 0; version <= kStoreVersion + 1; ++version) {
+    block.version = version;
+    block.set_manifest(2 << 20, "{}");
+    EXPECT_EQ(parsed(1 << 30).has_value(), version == 1 || version == kStoreVersion) << version;
+  }
 }
 
 // The layouts on the drive, pinned: what this version writes is what tests/swap/golden holds, and that opens.
