@@ -15,6 +15,7 @@
 namespace tierflow::swap {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 // Embedding, two blocks and a head, of two chunks each.
@@ -34,6 +35,12 @@ std::size_t index_of(const Plan& plan, TaskKind kind, std::size_t from = 0) {
 }
 Task& first(Plan& plan, TaskKind kind) {
   return plan.tasks[index_of(plan, kind)];
+}
+
+// So that nothing is wrong with the order.
+void wait_for_all(Plan& plan, std::size_t at) {
+  plan.tasks[at].dependencies.clear();
+  for (TaskId id = 0; id < plan.first_id + at; ++id) plan.tasks[at].dependencies.push_back(id);
 }
 
 class CheckRules : public ::testing::Test {
@@ -150,6 +157,57 @@ TEST_F(CheckRules, ASlotIsOneUpdatesAtATime) {
     for (std::size_t at = 0; at < plan.tasks.size(); ++at)
       if (plan.tasks[at].slot != kNowhere) had.emplace_back(plan.first_id + at, plan.tasks[at].slot);
   }
+}
+
+TEST_F(CheckRules, AnUpdateIsOfItsOwnWordsStateAndGradient) {
+  const Arrangement made = arranged({.host_budget = kStreams});
+  for (const auto& [kind, what] : {std::pair{TaskKind::read_hi, "the words does not hold what it needs"},
+                                   {TaskKind::read_state, "the state does not hold what it needs"},
+                                   {TaskKind::read_gradient, "the gradient does not hold what it needs"}}) {
+    const auto exchange = [&, of = kind](Plan& plan) {
+      const std::size_t read = index_of(plan, of);
+      ASSERT_EQ(plan.tasks[read].chunk, 0);
+      plan.tasks[read].chunk = 1;
+      wait_for_all(plan, read);
+    };
+    EXPECT_THAT(said_of(made, exchange, 2), AllOf(HasSubstr("(update"), HasSubstr(what)));
+  }
+}
+
+TEST_F(CheckRules, ABackwardFindsItsOwnItem) {
+  const Arrangement made = arranged({.swapped_bytes = {0, 8192, 8192, 0}, .swap_to_host = 4});
+  const auto exchange = [&](Plan& plan) {
+    std::size_t of[2];
+    for (std::size_t at = 0, found = 0; found < 2; ++at)
+      if (const Task& task = plan.tasks.at(at);
+          task.kind == TaskKind::compute && task.pass == Pass::backward && task.device_offset != kNowhere)
+        of[found++] = at;
+    ASSERT_NE(plan.tasks[of[0]].device_offset, plan.tasks[of[1]].device_offset);
+    plan.tasks[of[0]].device_offset = plan.tasks[of[1]].device_offset;
+    wait_for_all(plan, of[0]);
+  };
+  EXPECT_THAT(said_of(made, exchange), AllOf(HasSubstr("(compute"), HasSubstr("does not hold what it needs")));
+}
+
+TEST_F(CheckRules, WhatTheDeviceRoundsIsTheUnitsSum) {
+  for (const auto& [kind, request] :
+       {std::pair{TaskKind::keep_gradient, ArrangeRequest{.state_on_device = true}},
+        {TaskKind::update_on_device, ArrangeRequest{.staged = false, .device_update_share = 1}}}) {
+    const Arrangement made = arranged(request);
+    const auto elsewhere = [&, of = kind](Plan& plan) {
+      const std::size_t at = index_of(plan, of);
+      plan.tasks[at].sum = 0;  // where weights lie
+      wait_for_all(plan, at);
+    };
+    EXPECT_THAT(said_of(made, elsewhere),
+                AllOf(HasSubstr(task_name(kind)), HasSubstr("reads device memory that nothing has written")));
+  }
+}
+
+TEST_F(CheckRules, ATaskNamesAChunkThatThereIs) {
+  for (const int chunk : {-1, static_cast<int>(layout_.chunks().size())})
+    EXPECT_THAT(said_of(arranged({}), [chunk](Plan& plan) { first(plan, TaskKind::upload_hi).chunk = chunk; }),
+                HasSubstr("names no chunk"));
 }
 
 TEST_F(CheckRules, OnlyASpeculativeStepIsUndone) {

@@ -145,6 +145,22 @@ TEST(Sparse, PlansOfRandomPartsAreProved) {
   EXPECT_GT(caught_up, 200);
 }
 
+// A step that was skipped leaves nothing to catch up with, and on the device the part that it used.
+TEST(Sparse, AnEvaluationBehindAStepOfPartsHasTheWholeUnit) {
+  for (unsigned seed = 1; seed <= 20; ++seed) {
+    SCOPED_TRACE(seed);
+    std::minstd_rand random(seed);
+    const Planned planned = random_run(random, /*staged=*/true);
+    Planner planner(*planned.layout, planned.arrangement);
+    PlanChecker checker(*planned.layout, planned.arrangement);
+    Client client(planned);
+    const SparseChunks sparse = client.next(client.some(random));
+    const Plan step = planner.train_step(false, false, Updates::as_arranged, sparse);
+    ASSERT_EQ(checker.train_step(step, false, false, Updates::as_arranged, sparse).message(), "");
+    ASSERT_EQ(checker.evaluate(planner.evaluate(2)).message(), "");
+  }
+}
+
 TEST(Sparse, StateOfASparseUnitStaysWithTheHost) {
   const GroupShape dense{.elements = kElementsPad, .state_bytes_element = 4};
   GroupShape sparse = dense;

@@ -101,6 +101,43 @@ TEST_F(VisitRules, ACopyIsOfTheChunkThatItNames) {
               AllOf(HasSubstr("(read_gradient"), HasSubstr("storage does not hold what it needs")));
 }
 
+TEST_F(VisitRules, AGradientIsStoredAsThatOfItsOwnChunk) {
+  Plan plan = planner_.visit(backward());
+  Task& write = plan.tasks[last_of(plan, TaskKind::write_gradient)];
+  ASSERT_EQ(write.chunk, 3);
+  write.chunk = 2;  // which was measured too
+  EXPECT_THAT(said_of(plan, backward()),
+              AllOf(HasSubstr("(write_gradient"), HasSubstr("the host buffer does not hold what it needs")));
+}
+// The third visit's gradient is added to the fp32 sum of two, in high and low words.
+TEST_F(VisitRules, ASumIsMadeOfItsParts) {
+  for (const auto& [place, what] : {std::pair{&Task::incoming, "the gradient to add does not hold"},
+                                    {&Task::gradient, "the sum does not hold"},
+                                    {&Task::gradient_low, "its low words does not hold"}}) {
+    VisitPlanner planner(layout_, arrangement_);
+    VisitChecker checker(layout_, arrangement_);
+    for (int visit = 0; visit < 2; ++visit) ASSERT_FALSE(checker.visit(planner.visit(backward()), backward()));
+    Plan plan = planner.visit(backward());
+    Task& sum = plan.tasks[last_of(plan, TaskKind::accumulate)];
+    sum.*place = place == &Task::incoming ? sum.gradient : sum.incoming;
+    EXPECT_THAT(checker.visit(plan, backward()).detail, AllOf(HasSubstr("(accumulate"), HasSubstr(what)));
+  }
+}
+TEST_F(VisitRules, AnUpdateTakesTheLowWordsOfItsSum) {
+  ASSERT_NO_FATAL_FAILURE(owes(2));
+  Plan plan = planner_.apply_owed(1);
+  Task& update = plan.tasks[last_of(plan, TaskKind::update)];
+  update.gradient_low = update.gradient;
+  EXPECT_THAT(checker_.apply_owed(plan, 1).detail, HasSubstr("its low words does not hold what it needs"));
+}
+
+TEST_F(VisitRules, AVisitHasTheWeightsOfItsUnitsAndNoOthers) {
+  Plan plan = planner_.visit(forward());
+  Visit& visit = plan.visits.front();
+  visit.weights.push_back(visit.weights.front());
+  EXPECT_THAT(said_of(plan, forward()), HasSubstr("does not have the units that are needed"));
+}
+
 TEST_F(VisitRules, ACommitCommits) {
   Plan plan = planner_.commit();
   plan.tasks.clear();
