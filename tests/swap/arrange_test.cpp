@@ -334,5 +334,51 @@ TEST(Arrange, SavesOnStorageWhatTheHostHasNoRoomFor) {
   EXPECT_FALSE(arrange(layout, request).ok());
 }
 
+// They are read only when they are needed.
+TEST(Arrange, SparseChunksAreTheLastInRam) {
+  const GroupShape dense{.elements = 2 * kChunkQuantum, .state_bytes_element = 4};
+  GroupShape sparse{.elements = 32 * kSparseQuantum, .state_bytes_element = 4, .sparse_elements = kSparseQuantum};
+  const Layout layout({{.name = "sparse", .groups = {sparse}}, {.name = "dense", .groups = {dense}}},
+                      {{.units = {0}}, {.units = {1}, .carry_bytes = kSector}}, kChunkQuantum);
+  int some = 0;
+  for (std::uint64_t budget = kMiB; budget < 6 * kMiB; budget += kMiB / 8) {
+    auto made = arrange(layout, {.host_budget = budget, .device_budget = 64 * kMiB});
+    if (!made.ok()) continue;
+    std::uint64_t of_sparse = 0;
+    bool all_dense = true;
+    for (const Chunk& chunk : layout.chunks())
+      if (chunk.sparse)
+        of_sparse += made->hi_resident[chunk.id] ? chunk.word_bytes() : 0;
+      else
+        all_dense = all_dense && made->hi_resident[chunk.id];
+    if (!all_dense) {
+      EXPECT_LT(of_sparse, kChunkQuantum * 2) << "room for a chunk of the others";
+    }
+    some += of_sparse != 0 ? 1 : 0;
+  }
+  EXPECT_GT(some, 0);
+}
+
+TEST(Arrange, FewerMicroBatchesAreAdvisedWhereThereAreSeveral) {
+  const toy::Toy toy = toy::make_toy(false, 1);
+  const Layout layout(toy.units, toy.stages, toy.chunk_elements);
+  for (const int micro_batches : {1, 2}) {
+    const auto made = arrange(layout, {.host_budget = 64 * kMiB, .micro_batches = micro_batches});
+    ASSERT_FALSE(made.ok());
+    EXPECT_EQ(made.error().detail.find("fewer --micro-batches") != std::string::npos, micro_batches > 1);
+  }
+}
+
+TEST(Arrange, StateThatIsRewrittenStaysInRamWithTheRest) {
+  const Layout layout(
+      {{.name = "unit",
+        .groups = {{.elements = kElementsPad, .state_bytes_element = 4},
+                   {.trainable = false, .rewritten = true, .elements = kElementsPad, .state_bytes_element = 2},
+                   {.trainable = false, .elements = kElementsPad}}}},
+      {{.units = {0}}}, kChunkQuantum);
+  const Arrangement made = arrange(layout, {.host_budget = 64 * kMiB, .device_budget = 64 * kMiB}).value();
+  EXPECT_EQ(made.state_resident, (std::vector<bool>{true, true, false}));
+}
+
 }  // namespace
 }  // namespace tierflow::swap

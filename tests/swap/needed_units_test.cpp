@@ -72,5 +72,26 @@ TEST_F(NeededUnits, OfWhichItIsKnownAreUsed) {
   EXPECT_FALSE(comes(2));
 }
 
+// A unit comes from its slot in RAM, unless something else wrote its words since.
+TEST_F(NeededUnits, ComeFromStorageAgainWhereTheyChanged) {
+  has_room_for(1);
+  arrangement_.hi_resident.assign(layout_.chunks().size(), false);
+  arrangement_.word_buffers = 2;
+  arrangement_.cached_units = 5;
+  planner_ = std::make_unique<VisitPlanner>(layout_, arrangement_);
+  visit();
+  const auto is_read = [&](int unit) {
+    planner_->count_use(0, {unit});
+    const auto plan = planner_->need({.units = {unit}, .gradients = {false}});
+    EXPECT_TRUE(plan.ok());
+    return std::ranges::count(Plan(plan.value()).tasks, TaskKind::read_hi, &Task::kind) != 0;
+  };
+  for (const int unit : {1, 2, 3}) EXPECT_TRUE(is_read(unit));
+  EXPECT_FALSE(is_read(2));
+  planner_->changed(3);
+  EXPECT_TRUE(is_read(3));
+  EXPECT_FALSE(is_read(1));
+}
+
 }  // namespace
 }  // namespace tierflow::swap

@@ -319,6 +319,48 @@ TEST(Planner, FourVisitsAreFetchedAheadWhereTheyHaveRoom) {
             (1 + kLookahead) * std::ssize(layout.chunks_of(0)));
 }
 
+// What moves a unit's words serves the visit that they come for, though another one computes meanwhile.
+TEST(Planner, AFetchServesItsOwnVisit) {
+  const Shapes shapes = equal_units(6);
+  const Layout layout(shapes.units, shapes.stages, kChunkQuantum);
+  const Arrangement made = arrange(layout, {.host_budget = 2 << 20, .device_budget = 64 << 20}).value();
+  Planner planner(layout, made);
+  for (const Plan& plan : {planner.evaluate(1), planner.train_step(false)})
+    for (const Task& task : plan.tasks)
+      if (task.kind == TaskKind::upload_hi) {
+        EXPECT_EQ(task.stage, layout.chunks()[task.chunk].unit);
+      }
+}
+
+TEST(Planner, WordsThatStayInRamAreUpdatedThere) {
+  const Shapes shapes = equal_units(4);
+  const Layout layout(shapes.units, shapes.stages, kChunkQuantum);
+  const Arrangement made = arrange(layout, {.host_budget = 64 << 20,
+                                            .device_budget = 64 << 20,
+                                            .staged = false,
+                                            .gradient_slots = true,
+                                            .measured_bytes = 24})
+                               .value();
+  const Plan plan = Planner(layout, made).train_step(false);
+  EXPECT_EQ(std::ranges::count(plan.tasks, TaskKind::download_hi, &Task::kind), 0);
+  // The gradient was measured on its way, which the clock has to know.
+  for (const Task& task : plan.tasks)
+    if (task.kind == TaskKind::update) {
+      EXPECT_TRUE(task.measures && task.found);
+    }
+}
+
+TEST(Planner, AnUndoingServesNoVisit) {
+  const Shapes shapes = equal_units(4);
+  const Layout layout(shapes.units, shapes.stages, kChunkQuantum);
+  const Arrangement made = arrange(layout, {.host_budget = 64 << 20, .device_budget = 64 << 20}).value();
+  Planner planner(layout, made);
+  planner.train_step(false, /*commits=*/true, Updates::at_once);
+  const Plan plan = planner.undo();
+  EXPECT_FALSE(plan.tasks.empty());
+  for (const Task& task : plan.tasks) EXPECT_EQ(task.stage, -1);
+}
+
 // With another range it would wait for tasks that it has nothing to do with.
 TEST(Planner, AComputationTouchesItsSlotAndNoMore) {
   std::minstd_rand random(7);

@@ -106,6 +106,37 @@ TEST_F(SimulatorClock, HostMemoryIsSharedByAllWhoMoveBytesThere) {
   EXPECT_DOUBLE_EQ(seconds({{.kind = TaskKind::read_hi, .lane = Lane::disk_read}}), 2 + 10);
   rates_.machine.memory = 50;
   EXPECT_DOUBLE_EQ(seconds({{.kind = TaskKind::read_hi, .lane = Lane::disk_read}}), 20 + 20);
+  EXPECT_DOUBLE_EQ(seconds({{.kind = TaskKind::write_hi, .lane = Lane::disk_write}}), 20);
+}
+
+// As if it had just been made, whatever it left out before and whoever did not ask for records.
+TEST_F(SimulatorClock, ANewBeginningRecordsAllAndNothingOfBefore) {
+  const Plan plan{.tasks = {{.kind = TaskKind::measure, .lane = Lane::update, .chunk = 0, .bytes = 1000}}};
+  Simulator simulator(layout_, rates_);
+  simulator.append(plan);
+  simulator.drain();
+  simulator.restart();
+  EXPECT_TRUE(simulator.take_records().empty());
+  simulator.without_records();
+  simulator.append(plan);
+  simulator.drain();
+  EXPECT_TRUE(simulator.take_records().empty());
+  simulator.restart();
+  simulator.append(plan);
+  simulator.drain();
+  EXPECT_EQ(simulator.take_records().size(), 1U);
+}
+
+// Both ways overlap where that is faster: never in less than the slower one takes, nor in more than one after the
+// other.
+TEST(DriveSeconds, AreWhatOneWayTakesAtLeastAndBothInTurnAtMost) {
+  MachineRates machine{.disk_read = 1000, .disk_write = 500};
+  for (const auto& [mixed, seconds] : {std::pair{0.0, 4.0}, {1.0, 4.0}, {1000.0, 2 + 2 / 3.0}, {1e9, 2.0}}) {
+    machine.disk_mixed = mixed;
+    EXPECT_DOUBLE_EQ(drive_seconds(machine, 2000, 1000), seconds) << mixed;
+    EXPECT_DOUBLE_EQ(drive_seconds(machine, 2000, 0), 2) << mixed;
+    EXPECT_LE(both_directions(machine), 1) << mixed;
+  }
 }
 
 TEST_F(SimulatorClock, UpdatesTakeTheirElementsByTheRateOfTheirPrecision) {
@@ -116,6 +147,7 @@ TEST_F(SimulatorClock, UpdatesTakeTheirElementsByTheRateOfTheirPrecision) {
   };
   EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update}), 5);
   EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update}, true), 5 + 20);  // and measures its gradient
+  EXPECT_DOUBLE_EQ(update({.kind = TaskKind::catch_up}), 5);
   EXPECT_DOUBLE_EQ(update({.kind = TaskKind::measure}), 20);
   EXPECT_DOUBLE_EQ(update({.kind = TaskKind::update_on_device}), 2.5);
   EXPECT_DOUBLE_EQ(update({.kind = TaskKind::keep_gradient}), 2.5);
@@ -179,8 +211,11 @@ TEST_F(SimulatorClock, ALaneDoesOneThingAfterTheOther) {
 TEST_F(SimulatorClock, EndsWhereItPassesAGivenTime) {
   Plan plan{.tasks = {{.kind = TaskKind::measure, .lane = Lane::update, .chunk = 0, .bytes = 1000},
                       {.kind = TaskKind::measure, .lane = Lane::update, .chunk = 0, .bytes = 1000}}};
-  for (const auto& [until, done, now] :
-       {std::tuple{50.0, true, 40.0}, {40.0, true, 40.0}, {30.0, false, 40.0}, {10.0, false, 20.0}}) {
+  for (const auto& [until, done, now] : {std::tuple{50.0, true, 40.0},
+                                         {40.0, true, 40.0},
+                                         {30.0, false, 40.0},
+                                         {20.0, false, 40.0},
+                                         {10.0, false, 20.0}}) {
     Simulator simulator(layout_, rates_);
     simulator.append(plan);
     EXPECT_EQ(simulator.finish_updates(until), done) << until;

@@ -84,6 +84,30 @@ TEST(Timeline, AStallHasTheTaskThatRanLastBeforeComputeWentOn) {
   EXPECT_TRUE(summarise({}).stalls.empty());
 }
 
+// The names that traces and logs have.
+TEST(Timeline, EachLaneKindAndPassHasItsName) {
+  const char* const tasks[] = {"read_hi",           "read_state",
+                               "read_gradient",     "write_hi",
+                               "write_state",       "write_gradient",
+                               "upload_hi",         "download_hi",
+                               "download_gradient", "save_activations",
+                               "load_activations",  "read_activations",
+                               "write_activations", "compute",
+                               "measure",           "update",
+                               "read_gradient_low", "write_gradient_low",
+                               "accumulate",        "upload_state",
+                               "upload_gradient",   "update_on_device",
+                               "download_state",    "commit",
+                               "catch_up",          "keep_gradient"};
+  ASSERT_EQ(std::size(tasks), static_cast<std::size_t>(TaskKind::keep_gradient) + 1);
+  for (std::size_t kind = 0; kind < std::size(tasks); ++kind)
+    EXPECT_STREQ(task_name(static_cast<TaskKind>(kind)), tasks[kind]);
+  const char* const lanes[] = {"disk_read", "disk_write", "upload", "download", "compute", "update", "commit"};
+  for (int lane = 0; lane < kLanes; ++lane) EXPECT_STREQ(lane_name(static_cast<Lane>(lane)), lanes[lane]);
+  const char* const passes[] = {"forward", "head", "backward", "evaluate"};
+  for (int pass = 0; pass < 4; ++pass) EXPECT_STREQ(pass_name(static_cast<Pass>(pass)), passes[pass]);
+}
+
 TEST(Timeline, ComputeThatWaitedForNothingOfTheRecordIsItsOwnCause) {
   const std::vector<TaskRecord> all = {{.id = 1, .begin = 0, .end = 1},
                                        {.id = 2, .dependencies = {1}, .begin = 2, .end = 3},
@@ -93,6 +117,58 @@ TEST(Timeline, ComputeThatWaitedForNothingOfTheRecordIsItsOwnCause) {
   EXPECT_EQ(summary.stalls[0].begin, 1);
   EXPECT_EQ(summary.stalls[0].end, 2);
   EXPECT_EQ(summary.stalls[0].cause, TaskKind::compute);
+}
+
+TEST(Timeline, WhatEndedBeforeComputeWaitedIsNoCause) {
+  const std::vector<TaskRecord> all = {
+      {.id = 1, .begin = 0, .end = 1},
+      {.id = 2, .kind = TaskKind::upload_hi, .lane = Lane::upload, .begin = 0, .end = 0.5},
+      {.id = 3, .dependencies = {2}, .begin = 2, .end = 3}};
+  const Summary summary = summarise(all);
+  ASSERT_EQ(summary.stalls.size(), 1U);
+  EXPECT_EQ(summary.stalls[0].lane, Lane::compute);
+  EXPECT_EQ(summary.stalls[0].begin, 1);
+}
+
+TEST(Timeline, OfTwoComputationsAtOnceTheLongerOneCounts) {
+  const std::vector<TaskRecord> all = {
+      {.id = 1, .begin = 0, .end = 5}, {.id = 2, .begin = 1, .end = 2}, {.id = 3, .begin = 5, .end = 6}};
+  EXPECT_TRUE(summarise(all).stalls.empty());
+}
+
+TEST(Timeline, StallsOfOneCauseAddUp) {
+  const auto upload = [](TaskId id, double begin, double end) {
+    return TaskRecord{.id = id, .kind = TaskKind::upload_hi, .lane = Lane::upload, .begin = begin, .end = end};
+  };
+  const std::vector<TaskRecord> all = {upload(1, 0, 1),
+                                       {.id = 2, .dependencies = {1}, .begin = 1, .end = 2},
+                                       upload(3, 1, 5),
+                                       {.id = 4, .dependencies = {3}, .begin = 5, .end = 6}};
+  const auto causes = summarise(all).stalled_by_cause();
+  ASSERT_EQ(causes.size(), 1U);
+  EXPECT_NEAR(causes.at("upload_hi"), 1 + 3, 1e-9);
+}
+
+// One after the other they need one row; the first chunk has a number like any other.
+TEST(Timeline, TheTraceTakesARowForWhatIsBesideAnother) {
+  const auto read = [](TaskId id, double begin) {
+    return TaskRecord{
+        .id = id, .kind = TaskKind::read_hi, .lane = Lane::disk_read, .chunk = 0, .begin = begin, .end = begin + 1};
+  };
+  const std::vector<TaskRecord> all = {read(1, 0), read(2, 1), read(3, 1.5)};
+  const auto path = std::filesystem::path(testing::TempDir()) / ("rows-" + std::to_string(getpid()) + ".json");
+  const NamedTimeline timelines[] = {{"measured", all}};
+  ASSERT_FALSE(write_trace(path, timelines));
+  std::ifstream file(path);
+  const json trace = json::parse(file);
+  std::filesystem::remove(path);
+  std::vector<int> rows;
+  for (const json& event : trace["traceEvents"]) {
+    if (event["name"] != "read_hi") continue;
+    rows.push_back(event["tid"]);
+    EXPECT_EQ(event["args"].value("chunk", -1), 0);
+  }
+  EXPECT_EQ(rows, (std::vector<int>{0, 0, 1}));
 }
 
 TEST(Timeline, TheTraceHasEveryTaskInItsTrack) {

@@ -304,6 +304,67 @@ TEST(VisitPlannerHabits, AStepIsNoDeparture) {
   EXPECT_EQ(planner.departures(), 1U);
 }
 
+// As a stage is visited for one micro-batch after the other, however many there are.
+TEST(VisitPlannerHabits, VisitsOfOneStageInARowAreOne) {
+  const std::vector<UnitShape> units(3, {.name = "unit", .groups = {{.trainable = false, .elements = 4096}}});
+  const Layout layout(units, {{.units = {0}}, {.units = {1}}, {.units = {2}}}, kChunkQuantum);
+  const Arrangement arrangement =
+      arrange(layout, {.host_budget = 8 << 20, .device_budget = 8 << 20, .train = false}).value();
+  VisitPlanner planner(layout, arrangement);
+  for (const int stage : {0, 1, 2, 0, 0, 1, 2, 2, 2, 0, 1, 1, 2, 0, 0, 0, 1})
+    planner.visit({.stage = stage, .pass = Pass::evaluate, .gradients = {false}});
+  EXPECT_EQ(planner.departures(), 0U);
+}
+
+TEST(VisitPlannerPrefetch, FetchesAsManyVisitsAheadAsAStepDoes) {
+  constexpr int kStages = 8;
+  std::vector<StageShape> stages;
+  for (int unit = 0; unit < kStages; ++unit) stages.push_back({.units = {unit}});
+  const Layout layout(
+      std::vector<UnitShape>(kStages, {.name = "unit", .groups = {{.trainable = false, .elements = 4096}}}), stages,
+      kChunkQuantum);
+  const Arrangement arrangement =
+      arrange(layout, {.host_budget = 8 << 20, .device_budget = 8 << 20, .train = false}).value();
+  VisitPlanner planner(layout, arrangement);
+  const auto visit = [&](int stage) {
+    return planner.visit({.stage = stage, .pass = Pass::evaluate, .gradients = {false}});
+  };
+  for (int order = 0; order < 3 * kStages; ++order) visit(order % kStages);
+  for (int unit = 0; unit < kStages; ++unit) planner.changed(unit);
+  // The visits between are fetched already, and come again at their own time.
+  std::vector<int> fetched;
+  for (const Task& task : visit(0).tasks)
+    if (task.kind == TaskKind::upload_hi) fetched.push_back(layout.chunks()[task.chunk].unit);
+  EXPECT_EQ(fetched, (std::vector<int>{0, kLookahead}));
+}
+
+// What takes a gradient off the device serves the visit that made it, though another one comes.
+TEST(VisitPlannerKeep, AGradientThatStayedLeavesAsItsOwnStages) {
+  constexpr int kStages = 6;
+  std::vector<StageShape> stages;
+  for (int unit = 0; unit < kStages; ++unit) stages.push_back({.units = {unit}});
+  const Layout layout(
+      std::vector<UnitShape>(
+          kStages, {.name = "unit", .groups = {{.elements = 4096, .state_bytes_element = 4, .precision = "a"}}}),
+      stages, kChunkQuantum);
+  const Arrangement arrangement =
+      arrange(layout, {.host_budget = 8 << 20, .device_budget = 8 << 20, .sums = true}).value();
+  VisitPlanner planner(layout, arrangement);
+  int taken = 0;
+  for (int round = 0; round < 3; ++round) {  // from the second one on what comes next is fetched ahead
+    planner.visit({.stage = 0, .pass = Pass::backward, .gradients = {true}, .gradients_stay = true});
+    for (int stage = 1; stage < kStages; ++stage)
+      for (const Task& task : planner.visit({.stage = stage, .gradients = {false}}).tasks) {
+        if (task.kind != TaskKind::download_gradient && task.kind != TaskKind::measure) continue;
+        ++taken;
+        EXPECT_EQ(task.stage, 0);
+        EXPECT_EQ(task.pass, Pass::backward);
+      }
+    planner.drop(0);
+  }
+  EXPECT_EQ(taken, 2 * 3);
+}
+
 // The weights that the first visit behind a step takes are on their way when the step ends.
 TEST(VisitPlannerPrefetch, WhatFollowsAStepComesWithIt) {
   constexpr int kStages = 6;
@@ -317,7 +378,11 @@ TEST(VisitPlannerPrefetch, WhatFollowsAStepComesWithIt) {
       arrange(layout, {.host_budget = 8 << 20, .device_budget = 8 * layout.unit_word_bytes(0), .sums = true}).value();
   VisitPlanner planner(layout, arrangement);
   for (int round = 0; round < 3; ++round) {
-    for (int stage = 0; stage < kStages; ++stage) planner.visit({.stage = stage, .gradients = {false}});
+    for (int stage = 0; stage < kStages; ++stage)
+      for (const Task& task : planner.visit({.stage = stage, .gradients = {false}}).tasks)
+        if (task.kind == TaskKind::upload_hi) {
+          EXPECT_GE(layout.chunks()[task.chunk].unit, stage) << "it would be stale when the step has been taken";
+        }
     EXPECT_EQ(std::ranges::count(planner.owe({}).tasks, TaskKind::upload_hi, &Task::kind) != 0, round > 0) << round;
   }
 }
