@@ -204,6 +204,12 @@ TEST_F(CheckRules, WhatTheDeviceRoundsIsTheUnitsSum) {
   }
 }
 
+TEST_F(CheckRules, AComputationIsOfAVisitThatThereIs) {
+  for (const int visit : {-1, 1000})
+    EXPECT_THAT(said_of(arranged({}), [visit](Plan& plan) { first(plan, TaskKind::compute).visit = visit; }),
+                HasSubstr("belongs to no visit"));
+}
+
 TEST_F(CheckRules, ATaskNamesAChunkThatThereIs) {
   for (const int chunk : {-1, static_cast<int>(layout_.chunks().size())})
     EXPECT_THAT(said_of(arranged({}), [chunk](Plan& plan) { first(plan, TaskKind::upload_hi).chunk = chunk; }),

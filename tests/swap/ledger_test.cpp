@@ -198,6 +198,18 @@ TEST_F(LedgerTest, HostMemoryIsWaitedForAsTheDeviceIs) {
   EXPECT_EQ(wrong({{{}, write}, {{10}, read}, {{11}, write}, {{12}, read}}), "");
 }
 
+TEST_F(LedgerTest, HostMemoryIsWhatTheArrangementHas) {
+  const Layout two({{.name = "unit", .groups = {{.elements = 2 * kChunkQuantum, .state_bytes_element = 4}}}},
+                   {{.units = {0}}}, kChunkQuantum);
+  Arrangement made = arrange(two, {.host_budget = 64 << 20, .device_budget = 64 << 20}).value();
+  made.hi_resident = {false, true};
+  for (const int chunk : {-1, 0, 1, 2}) {
+    Ledger ledger(two, made);
+    ledger.host({HostRef::Where::resident_hi, chunk});
+    EXPECT_EQ(static_cast<bool>(ledger.error()), chunk != 1) << chunk;
+  }
+}
+
 TEST_F(LedgerTest, TheFirstThatIsWrongIsKept) {
   EXPECT_THAT(wrong({{{}, read(0, 10)}, {{}, write(0, ~std::uint64_t{0})}}), HasSubstr("task 10"));
   Ledger ledger(layout_, arrangement_);
