@@ -369,6 +369,15 @@ TEST(Arrange, FewerMicroBatchesAreAdvisedWhereThereAreSeveral) {
   }
 }
 
+TEST(Arrange, OnlyWhatGoesOnToStorageIsStored) {
+  Arrangement made;
+  made.items = {{.input_bytes = 100, .activation_bytes = 5000},
+                {.input_bytes = 100, .activation_bytes = 5000, .on_storage = true},
+                {}};
+  EXPECT_EQ(made.stored_activations(), (std::vector<std::uint64_t>{0, 3 * kSector, 0}));
+  EXPECT_EQ(made.saved_on_host(), 3 * kSector);
+}
+
 TEST(Arrange, StateThatIsRewrittenStaysInRamWithTheRest) {
   const Layout layout(
       {{.name = "unit",

@@ -5,6 +5,9 @@
 
 #include <tuple>
 
+#include "swap/arrange.h"
+#include "swap/fetcher.h"
+
 namespace tierflow::swap {
 namespace {
 
@@ -80,6 +83,27 @@ TEST(WeightRing, ANeighbourIsNotInTheWay) {
   EXPECT_EQ(ring.allocate(30), 0U);
   EXPECT_EQ(ring.allocate(40), 30U);
   EXPECT_EQ(ring.find(3), 70U);
+}
+
+// What it held meanwhile is free again.
+TEST(Fetches, OneThatFindsNoRoomHoldsNothing) {
+  const std::vector<UnitShape> units(5, {.name = "unit", .groups = {{.trainable = false, .elements = 4096}}});
+  const Layout layout(units, {{.units = {0}}, {.units = {0, 1}}, {.units = {2}}, {.units = {3, 4}}}, kChunkQuantum);
+  Arrangement arrangement =
+      arrange(layout, {.host_budget = 8 << 20, .device_budget = 8 << 20, .storage = false, .train = false}).value();
+  arrangement.weight_ring = 2 * layout.unit_word_bytes(0);
+  arrangement.word_places.clear();
+  TaskEmitter emitter(layout, arrangement);
+  Fetcher fetcher(layout, arrangement, emitter);
+  const auto fetch = [&](int stage) {
+    Visit visit{.stage = stage, .pass = Pass::evaluate};
+    return fetcher.fetch(visit, /*forced=*/false);
+  };
+  EXPECT_TRUE(fetch(0));
+  EXPECT_TRUE(fetch(2));
+  EXPECT_FALSE(fetch(1));  // for its second unit
+  fetcher.release({0, 2});
+  EXPECT_TRUE(fetch(3));
 }
 
 }  // namespace

@@ -72,6 +72,26 @@ TEST_F(NeededUnits, OfWhichItIsKnownAreUsed) {
   EXPECT_FALSE(comes(2));
 }
 
+// The first unit is used most and stays on the device: its slot in RAM is for those that leave.
+TEST_F(NeededUnits, WhatStaysOnTheDeviceGivesItsSlotAway) {
+  has_room_for(3);
+  arrangement_.hi_resident.assign(layout_.chunks().size(), false);
+  arrangement_.word_buffers = 2;
+  arrangement_.cached_units = 1;
+  planner_ = std::make_unique<VisitPlanner>(layout_, arrangement_);
+  for (int i = 0; i < 5; ++i) planner_->count_use(0, {1});
+  planner_->count_use(0, {1, 2, 3, 4});
+  visit();
+  const auto is_read = [&](int unit) {
+    const auto plan = planner_->need({.units = {unit}, .gradients = {false}});
+    EXPECT_TRUE(plan.ok());
+    return std::ranges::count(Plan(plan.value()).tasks, TaskKind::read_hi, &Task::kind) != 0;
+  };
+  for (const int unit : {1, 2, 3, 4, 2, 3}) EXPECT_TRUE(is_read(unit)) << unit;
+  EXPECT_FALSE(is_read(4));
+  EXPECT_FALSE(comes(1));
+}
+
 // A unit comes from its slot in RAM, unless something else wrote its words since.
 TEST_F(NeededUnits, ComeFromStorageAgainWhereTheyChanged) {
   has_room_for(1);

@@ -332,6 +332,45 @@ TEST(Planner, AFetchServesItsOwnVisit) {
       }
 }
 
+// What is fetched for the next evaluation is only cached when the plan ends: it takes no room for good.
+TEST(Planner, EvaluationsThatFollowOneAnotherAllFetchAhead) {
+  const Shapes shapes = equal_units(12);
+  const Layout layout(shapes.units, shapes.stages, kChunkQuantum);
+  Arrangement made = arrange(layout, {.host_budget = 64 << 20, .device_budget = 64 << 20, .train = false}).value();
+  made.weight_ring = (2 + kLookahead) * layout.unit_word_bytes(0);
+  made.word_places.clear();
+  Planner planner(layout, made);
+  for (int evaluation = 0; evaluation < 5; ++evaluation) {
+    int newest = 0;
+    for (const Task& task : planner.evaluate(1, /*another=*/true).tasks) {
+      if (task.kind == TaskKind::upload_hi) newest = layout.chunks()[task.chunk].unit;
+      if (task.kind == TaskKind::compute && task.stage < 8) {
+        EXPECT_EQ(newest, task.stage + kLookahead) << evaluation;
+      }
+    }
+  }
+}
+
+// As far ahead of the backward as there is room, with a buffer read anew for each that was loaded.
+TEST(Planner, SavedActivationsFillSlotsAndBuffers) {
+  const Shapes shapes = equal_units(8);
+  const Layout layout(shapes.units, shapes.stages, kChunkQuantum);
+  const Arrangement made = arrange(layout, {.host_budget = 64 << 20,
+                                            .device_budget = 64 << 20,
+                                            .swapped_bytes = {0, 8192, 8192, 8192, 8192, 8192, 8192, 0},
+                                            .swap_to_storage = 12,
+                                            .micro_batches = 2})
+                               .value();
+  ASSERT_EQ(made.activation_buffers, 4);
+  ASSERT_EQ(made.slots, 2);
+  const std::vector<Task> tasks = Planner(layout, made).train_step(false).tasks;
+  const auto backward = std::ranges::find_if(
+      tasks, [](const Task& task) { return task.kind == TaskKind::compute && task.pass == Pass::backward; });
+  const auto before = [&](TaskKind kind) { return std::ranges::count(tasks.begin(), backward, kind, &Task::kind); };
+  EXPECT_EQ(before(TaskKind::load_activations), made.slots);
+  EXPECT_EQ(before(TaskKind::read_activations), made.slots + made.activation_buffers);
+}
+
 TEST(Planner, WordsThatStayInRamAreUpdatedThere) {
   const Shapes shapes = equal_units(4);
   const Layout layout(shapes.units, shapes.stages, kChunkQuantum);

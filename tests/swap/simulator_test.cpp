@@ -109,6 +109,16 @@ TEST_F(SimulatorClock, HostMemoryIsSharedByAllWhoMoveBytesThere) {
   EXPECT_DOUBLE_EQ(seconds({{.kind = TaskKind::write_hi, .lane = Lane::disk_write}}), 20);
 }
 
+TEST_F(SimulatorClock, FinishedUpdatesWaitForNothingElse) {
+  Simulator simulator(layout_, rates_);
+  simulator.append({.tasks = {{.kind = TaskKind::measure, .lane = Lane::update, .chunk = 0, .bytes = 1000},
+                              {.kind = TaskKind::write_hi, .lane = Lane::disk_write, .bytes = 50000}}});
+  EXPECT_TRUE(simulator.finish_updates());
+  EXPECT_DOUBLE_EQ(simulator.now(), 20);
+  simulator.drain();
+  EXPECT_DOUBLE_EQ(simulator.now(), 100);
+}
+
 // As if it had just been made, whatever it left out before and whoever did not ask for records.
 TEST_F(SimulatorClock, ANewBeginningRecordsAllAndNothingOfBefore) {
   const Plan plan{.tasks = {{.kind = TaskKind::measure, .lane = Lane::update, .chunk = 0, .bytes = 1000}}};

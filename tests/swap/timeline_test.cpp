@@ -111,9 +111,10 @@ TEST(Timeline, EachLaneKindAndPassHasItsName) {
 TEST(Timeline, ComputeThatWaitedForNothingOfTheRecordIsItsOwnCause) {
   const std::vector<TaskRecord> all = {{.id = 1, .begin = 0, .end = 1},
                                        {.id = 2, .dependencies = {1}, .begin = 2, .end = 3},
-                                       {.id = 3, .dependencies = {2}, .begin = 3 + 19e-6, .end = 4}};
+                                       {.id = 3, .dependencies = {2}, .begin = 3 + 19e-6, .end = 4},
+                                       {.id = 4, .dependencies = {3}, .begin = 4 + 21e-6, .end = 5}};
   const Summary summary = summarise(all);
-  ASSERT_EQ(summary.stalls.size(), 1U);  // a hand-over between threads is none
+  ASSERT_EQ(summary.stalls.size(), 2U);  // a hand-over between threads is none
   EXPECT_EQ(summary.stalls[0].begin, 1);
   EXPECT_EQ(summary.stalls[0].end, 2);
   EXPECT_EQ(summary.stalls[0].cause, TaskKind::compute);
