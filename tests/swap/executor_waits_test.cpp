@@ -74,7 +74,8 @@ TEST(ExecutorWaits, ACopyFollowsTheNewestOfItsComputations) {
   EXPECT_EQ(device.uploads_wait_for, std::vector<std::size_t>{3});
 }
 
-// What was found in a slot is taken before another gradient is rounded and measured there.
+// What was found in a slot, of a gradient that is zeros in part too, is taken before another gradient is rounded and
+// measured there.
 TEST(ExecutorWaits, ASlotIsFreeWhenWhatWasMeasuredInItIsTaken) {
   struct Work final : UpdateWork {
     io::Error measure(const Chunk&, std::span<const std::byte>) override { return {}; }
@@ -85,6 +86,9 @@ TEST(ExecutorWaits, ASlotIsFreeWhenWhatWasMeasuredInItIsTaken) {
     io::Error take_measured(const Chunk&, std::span<const std::byte>) override {
       if (++taken == 1) may_take.get_future().wait();
       return {};
+    }
+    std::vector<ElementRange> zero_gradient(const Chunk& chunk) const override {
+      return chunk.id == 1 ? std::vector<ElementRange>{{5, 100}} : std::vector<ElementRange>{};
     }
     std::atomic<int> measuring = 0, taken = 0;
     std::promise<void> may_take;
