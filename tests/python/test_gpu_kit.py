@@ -129,7 +129,7 @@ def test_what_steps_measure_is_in_their_records(rehearsed):
     for line in beside:
         rate = "gb_s" if line["beside"].startswith("gradient download") else "elements_g_s"
         assert all(line[f"{what}_{when}"] > 0 for what in (rate, "tflops") for when in ("alone", "beside"))
-    for entry in (second["streamed_1b"], third["streamed_8b_8192"], third["whole_card_8b_2048"], third["streamed_8b_drive"]):
+    for entry in (second["streamed_1b"], second["streamed_mixture"], third["streamed_8b_8192"], third["whole_card_8b_2048"], third["streamed_8b_drive"]):
         run = entry["measured"][-1]
         assert run["step_s"] > 0 and run["measured_to_predicted"] == pytest.approx(run["step_s"] / run["predicted_step_s"], rel=0.1) and 0 <= run["hidden_share"] <= 1
         assert [line["step"]["step"] for line in entry["measured"] if "step" in line] == list(range(1, run["steps"] + 1))

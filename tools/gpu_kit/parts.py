@@ -108,11 +108,11 @@ def correctness(at):
 def run(at, model, length):
     """What a streamed and a resident run of one shape are both told: `length` tokens a sequence, and 65,536 a step."""
     if at.rehearse:
-        model, shape = "tiny", ["--sequence-length", length // 128, "--micro-batch", 8192 // length, "--micro-batches", 2]
+        model, shape = model.split("-")[0] + "-tiny", ["--sequence-length", length // 128, "--micro-batch", 8192 // length, "--micro-batches", 2]
     else:
-        tokens, micro_batches = {"1b": (16384, 4), "8b": (8192, 8)}[model]
+        tokens, micro_batches = (8192, 8) if model == "llama-8b" else (16384, 4)
         shape = ["--sequence-length", length, "--micro-batch", tokens // length, "--micro-batches", micro_batches]
-    return ["--config", at.kit / f"data/llama-{model}.json", "--device", "cpu" if at.rehearse else "cuda", *shape]
+    return ["--config", at.kit / f"data/{model}.json", "--device", "cpu" if at.rehearse else "cuda", *shape]
 
 
 def at_most(at, gib):
@@ -163,15 +163,16 @@ def lanes(at):
     optimizer = ["--elements", 1 << 18, "--repeats", 1] if at.rehearse else ["--elements", 1 << 27, "--repeats", 3]
     return [
         touch(at, 32, 25),
-        Step("device_bench", 50, at.program("device_bench", "cpu" if at.rehearse else "cuda")),
+        Step("device_bench", 40, at.program("device_bench", "cpu" if at.rehearse else "cuda")),
         lane("copies", 30, gpu=True),
         lane("overlap", 30, gpu=True),
         lane("products", 30),
-        lane("weight_gradients", 35),
-        lane("attention", 60),
+        lane("weight_gradients", 30),
+        lane("attention", 45),
         lane("kernels", 35),
-        streamed(at, "streamed_1b", "1b", 4096, 130, 5, "20GiB", device=at_most(at, 16), kernels=True),
-        resident(at, "resident_1b", "1b", 4096, 60, 4),
+        streamed(at, "streamed_1b", "llama-1b", 4096, 115, 5, "20GiB", device=at_most(at, 16), kernels=True),
+        resident(at, "resident_1b", "llama-1b", 4096, 50, 4),
+        streamed(at, "streamed_mixture", "mixture", 4096, 60, 2, "20GiB", device=at_most(at, 16), kernels=True),
         Step("cpu_update", 40, at.program("tierflow", "bench", "optimizer", "--json", *optimizer)),
     ]
 
@@ -179,10 +180,10 @@ def lanes(at):
 def large(at):
     return [
         touch(at, 64, 45),
-        streamed(at, "streamed_8b_8192", "8b", 8192, 160, 3, "most", device=at_most(at, 40), kernels=True),
-        resident(at, "resident_8b_8192", "8b", 8192, 75, 3),
-        streamed(at, "whole_card_8b_2048", "8b", 2048, 110, 3, "most"),
-        streamed(at, "streamed_8b_drive", "8b", 8192, 135, 2, "40GiB", storage=True, device=at_most(at, 40)),
+        streamed(at, "streamed_8b_8192", "llama-8b", 8192, 160, 3, "most", device=at_most(at, 40), kernels=True),
+        resident(at, "resident_8b_8192", "llama-8b", 8192, 75, 3),
+        streamed(at, "whole_card_8b_2048", "llama-8b", 2048, 110, 3, "most"),
+        streamed(at, "streamed_8b_drive", "llama-8b", 8192, 135, 2, "40GiB", storage=True, device=at_most(at, 40)),
     ]
 
 
@@ -194,8 +195,8 @@ def short(at):
         optimizer_kernels(at, 35),
         on_gpu(at, "model_kernels", 45),
         touch(at, 64, 24),
-        streamed(at, "streamed_8b_8192", "8b", 8192, 125, 3, "most", device=at_most(at, 40), kernels=True),
-        resident(at, "resident_8b_8192", "8b", 8192, 51, 2),
+        streamed(at, "streamed_8b_8192", "llama-8b", 8192, 125, 3, "most", device=at_most(at, 40), kernels=True),
+        resident(at, "resident_8b_8192", "llama-8b", 8192, 51, 2),
         on_gpu(at, "streamed_is_resident", 55),
         on_gpu(at, "models_on_gpu", 20),
     ]
