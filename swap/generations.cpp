@@ -43,7 +43,8 @@ io::Result<Generation> read_generation(io::Volume& volume, const Superblock& blo
                     .manifest = std::move(manifest).value(),
                     .text = std::move(text).value(),
                     .passed_over = {},
-                    .unreadable = {}};
+                    .unreadable = {},
+                    .damaged = false};
 }
 
 // Whether nothing newer than `block` was ever committed: the other copy is its predecessor, or never was written.
@@ -98,6 +99,7 @@ io::Result<std::vector<Generation>> readable_generations(io::Volume& volume) {
     if (found.empty() && !is_newest(volume, block, copies[1 - at])) {
       generation->passed_over = troubles.empty() ? "the other superblock is not the one before it" : troubles;
       generation->unreadable = unreadable;
+      generation->damaged = !troubles.empty();
     }
     found.push_back(std::move(generation).value());
   }

@@ -15,6 +15,7 @@ struct Generation {
   std::string text;         // of the manifest
   std::string passed_over;  // why a newer generation may have been committed; empty: this is the newest
   io::Error unreadable;  // set if passed_over is because of a read that failed, not because of the bytes that were read
+  bool damaged = false;  // passed_over is because of what cannot be read; else a crash explains it too
 };
 
 // The generations whose superblock and manifest can be read, newest first; none if nothing was ever committed. An error

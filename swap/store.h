@@ -79,6 +79,7 @@ class Store {
     std::string
         passed_over;       // why a newer generation may have been committed that cannot be read; empty: there is none
     io::Error unreadable;  // set if passed_over is because of a read that failed
+    bool damaged = false;  // passed_over is because of what cannot be read; else a crash explains it too
   };
   static io::Result<Contents> inspect(io::VolumeOptions volume);
   // Bytes that create() will take in storage, scratch included.

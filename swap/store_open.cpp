@@ -57,7 +57,8 @@ io::Result<Store::Contents> Store::inspect(io::VolumeOptions options) {
                   .chunk_elements = manifest.chunk_elements,
                   .generations = manifest.generations,
                   .passed_over = found->front().passed_over,
-                  .unreadable = found->front().unreadable};
+                  .unreadable = found->front().unreadable,
+                  .damaged = found->front().damaged};
 }
 
 io::Result<std::unique_ptr<Store>> Store::open(StoreOptions options, const Layout& layout) {

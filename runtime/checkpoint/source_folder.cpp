@@ -92,8 +92,9 @@ void check_tensors(const ModelSpec& spec, const Checkpoint& checkpoint, const st
           wrong.push_back(fmt::format("{} has shape [{}], not [{}]", tensor.name, fmt::join(entry->shape, ", "),
                                       fmt::join(shape, ", ")));
       } else if (const auto unread = stored.find(tensor.name); unread != stored.end()) {
-        wrong.push_back(
-            fmt::format("{} is stored as {}; F32, BF16 and F16 are read", tensor.name, unread->second.dtype));
+        const std::string& dtype = unread->second.dtype;
+        wrong.push_back(fmt::format("{} is stored as {}; F32, BF16 and F16 are read{}", tensor.name, dtype,
+                                    dtype == "F8_E4M3" || dtype == "I8" ? ", and this type beside its scales" : ""));
       } else {
         wrong.push_back(tensor.name + " is missing");
       }

@@ -23,6 +23,11 @@ namespace tierflow {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using Json = nlohmann::ordered_json;
+
+std::string may_be_older(const LeftStore& left) {
+  return left.passed_over.empty() ? "" : "it may not be the newest that was committed: " + left.passed_over + "\n";
+}
 
 // state: the data file in one of the folders.
 std::uint64_t bytes_in(const Folders& storage, const std::filesystem::path& state) {
@@ -115,7 +120,6 @@ int run_status(const StoreCommandOptions& options) {
       holder != 0 ? fmt::format("process {} trains with it now", holder) : why_not_resumable(left);
   const std::int64_t age = std::max<std::int64_t>(0, std::time(nullptr) - left.written);
   if (options.json) {
-    using Json = nlohmann::ordered_json;
     const auto of_state = [&](auto value) { return left.readable || holder == 0 ? Json(value) : Json(); };
     Json object{{"state", left.state.string()},
                 {"bytes", bytes},
@@ -144,8 +148,7 @@ int run_status(const StoreCommandOptions& options) {
   std::cout << fmt::format("state after step {}\n", left.step)
             << fmt::format("generation {}, {} kept; last written {} ago\n", left.generation,
                            left.generations == 1 ? "the only one that is" : "the newest of 2 that are", age_text(age));
-  if (!left.passed_over.empty())
-    std::cout << "it may not be the newest that was committed: " << left.passed_over << "\n";
+  std::cout << may_be_older(left);
   if (holder == 0)
     std::cout << (left.streamed || left.resumable ? who_goes_on(left) : "no run goes on with it: " + reason) << "\n";
   std::cout << export_command(options.storage) << " writes it as a model folder\n";
@@ -168,7 +171,7 @@ int run_verify(const StoreCommandOptions& options) {
     }));
   }
   verify_reference(options.storage, left);
-  if (!left.passed_over.empty())
+  if (model.contents.damaged)
     fail(model.contents.unreadable ? model.contents.unreadable.kind : io::ErrorKind::corruption, left.state.string(),
          fmt::format(
              "generation {}, the state after step {}, is whole, and a run goes on from it; but it may not be the "
@@ -176,16 +179,15 @@ int run_verify(const StoreCommandOptions& options) {
              left.generation, left.step, left.passed_over));
   const double seconds = seconds_since(begun);
   if (options.json)
-    std::cout << nlohmann::ordered_json{{"step", left.step},
-                                        {"generation", model.store->generation()},
-                                        {"bytes", bytes},
-                                        {"seconds", seconds},
-                                        {"whole", true}}
+    std::cout << Json{{"step", left.step}, {"generation", model.store->generation()},
+                      {"bytes", bytes},    {"seconds", seconds},
+                      {"whole", true},     {"passed_over", left.passed_over.empty() ? Json() : Json(left.passed_over)}}
                      .dump(2)
               << "\n";
   else
     std::cout << fmt::format("whole: the state after step {}, {} verified in {:.1f} s\n", left.step, human_bytes(bytes),
-                             seconds);
+                             seconds)
+              << may_be_older(left);
   return 0;
 }
 

@@ -68,7 +68,7 @@ def test_a_reader_that_goes_away_leaves_nothing(tierflow, tmp_path):
     process = subprocess.Popen([str(tierflow), "bench", "storage", "--dir", "a", *SMALL, "--json"], cwd=tmp_path, stdout=subprocess.PIPE,
                                stderr=subprocess.DEVNULL)
     process.stdout.close()
-    assert process.wait(timeout=60) == 4
+    assert process.wait(timeout=60) == 5
     assert not [*tmp_path.iterdir()]
 
 

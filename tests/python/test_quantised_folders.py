@@ -307,7 +307,7 @@ def test_parts_that_do_not_fit_are_refused(work, folders):
     assert "is stored as U8" in refused({name: value for name, value in stored.items() if name != state})
     stored = folders("fp8")
     assert f"{module} has a part" in refused({**stored, f"{module}_scale_inv": torch.ones(1, 1)})
-    assert "is stored as F8_E4M3" in refused({name: value for name, value in stored.items() if name != f"{module}_scale_inv"})
+    assert "is stored as F8_E4M3; F32, BF16 and F16 are read, and this type beside its scales" in refused({name: value for name, value in stored.items() if name != f"{module}_scale_inv"})
     config = json.loads((work / "stored" / "config.json").read_text())
     for described, why in (({"quant_method": "gptq"}, 'is "gptq"; weights quantised with bitsandbytes, fp8, fbgemm_fp8, mxfp4 or compressed-tensors can be read'), ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "must be [128, 128]"), ("x", "must be an object")):
         (work / "stored" / "config.json").write_text(json.dumps({**config, "quantization_config": described}))

@@ -428,7 +428,7 @@ def test_a_part_of_a_store_does_not_hinder_fresh(work):
     (work / "b" / "state.tfv").chmod(0o600)
     words = [*TRAIN, "--steps", "1", "--out", "out", *small("--storage", "a,b", "--host-memory", "1MiB")]
     refused = run(work, *words, ok=False)
-    assert refused.returncode == 4 and "--fresh" in the_error(refused.stderr) and not (work / "out").exists()
+    assert refused.returncode == 6 and "--fresh" in the_error(refused.stderr) and not (work / "out").exists()
     run(work, *words, "--fresh")
     assert not (work / "b" / "state.tfv").exists()
 

@@ -100,7 +100,8 @@ TEST(StoreRules, AManifestNamesNoNewerGeneration) {
 
 // Whether a newer generation may have been committed that cannot be read, as whoever looks is told.
 TEST(StoreRules, TheNewestGenerationIsKnownByTheOtherSuperblock) {
-  const auto passed_over = [](int generations, const std::function<void(io::Volume&)>& damage) {
+  bool damaged = false;
+  const auto passed_over = [&](int generations, const std::function<void(io::Volume&)>& damage) {
     const testing::TempDir folder;
     const StoreOptions options = options_in(folder.path(), 2);
     {
@@ -111,10 +112,13 @@ TEST(StoreRules, TheNewestGenerationIsKnownByTheOtherSuperblock) {
     auto found = Store::inspect(options.volume);
     EXPECT_TRUE(found.ok());
     EXPECT_FALSE(found->unreadable) << "every byte was read";
+    damaged = found->damaged;
     return found->passed_over;
   };
   EXPECT_EQ(passed_over(1, [](io::Volume&) {}), "");
+  EXPECT_FALSE(damaged);
   EXPECT_NE(passed_over(1, [](io::Volume& volume) { flip(volume, kSuperblockA + 100); }), "");
+  EXPECT_TRUE(damaged);
   EXPECT_EQ(passed_over(2, [](io::Volume&) {}), "");
   EXPECT_NE(passed_over(2,
                         [](io::Volume& volume) {
@@ -124,7 +128,9 @@ TEST(StoreRules, TheNewestGenerationIsKnownByTheOtherSuperblock) {
                           put(volume, kSuperblockB, std::as_bytes(std::span(&block, 1)));
                         }),
             "");
+  EXPECT_FALSE(damaged) << "a whole superblock, of another run";
   EXPECT_NE(passed_over(2, [](io::Volume& volume) { flip(volume, kManifestA + 9); }), "");
+  EXPECT_TRUE(damaged);
 }
 
 // A drive that failed may still show what was committed last, or not: nothing is built on either.
@@ -323,6 +329,7 @@ TEST(StoreRules, WhatCannotBeReadIsNotTakenForBlank) {
   ASSERT_TRUE(found.ok()) << found.error().message();
   EXPECT_EQ(found->generation, 1U);
   EXPECT_NE(found->passed_over, "");
+  EXPECT_FALSE(found->damaged) << "a crash in its second commit explains it too";
 }
 
 TEST(StoreRules, ASmallVolumeIsNoStore) {

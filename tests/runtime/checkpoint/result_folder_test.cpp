@@ -175,12 +175,13 @@ TEST(ResultFolder, AFolderThatIsReadOnlyIsKnownAtOnce) {
 // As a drive that is read-only, full or broken answers, which is said before the work begins.
 TEST(ResultFolder, ADriveThatTakesNothingIsKnownAtOnce) {
   const testing::TempDir dir;
-  for (const auto& [call, error, kind] : {std::tuple{"open", EROFS, io::ErrorKind::environment},
-                                          {"open", ENOSPC, io::ErrorKind::environment},
-                                          {"fsync", EIO, io::ErrorKind::io}}) {
+  constexpr const char *kNoRight = "--out must be a folder that can be written", *kNoRoom = "make room there";
+  for (const auto& [call, error, kind, what] : {std::tuple{"open", EROFS, io::ErrorKind::environment, kNoRight},
+                                                {"open", ENOSPC, io::ErrorKind::environment, kNoRoom},
+                                                {"open", EDQUOT, io::ErrorKind::environment, kNoRoom},
+                                                {"fsync", EIO, io::ErrorKind::io, kNoRight}}) {
     const testing::SystemCalls calls(testing::failing(call, error, "/model-00001-of-00001.safetensors.partial"));
-    expect_refusal(kind, {"--out must be a folder that can be written"},
-                   [&] { const ResultFolder refused(dir.path() / "out"); });
+    expect_refusal(kind, {what}, [&] { const ResultFolder refused(dir.path() / "out"); });
     EXPECT_FALSE(fs::exists(dir.path() / "out"));
   }
 }
