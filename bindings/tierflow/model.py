@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import hashlib
 import json
@@ -27,7 +28,7 @@ from .optim import skipped_steps
 from .parameter import StreamedParameter, note_replaced
 from .pretrained import fit
 from .saving import engine_of, plain_parts, uncompiled, write
-from .stored import StoredModel
+from .stored import StoredModel, make_heads
 from .units import Cut, check_real, cut, init_empty, move_buffers
 
 log = logging.getLogger("tierflow")
@@ -62,18 +63,20 @@ def plan(
 
 
 def load(
-    path: str | os.PathLike, plan: Plan | Budget, *, model_class: Any = None, attn_implementation: str | None = None, fused_layers: bool = False
+    path: str | os.PathLike, plan: Plan | Budget, *, model_class: Any = None, config: Any = None, attn_implementation: str | None = None, fused_layers: bool = False
 ) -> Any:
     """Loads the transformers model in a folder so that its parameters stream. It is in eval mode, as after from_pretrained().
 
     Weights go from safetensors to storage without being in RAM at once. The model's save_pretrained() streams as well.
-    model_class: the class to use if config.json names none, or another one.
+    model_class: the class to use if config.json names none, or another one. Its head may be new (a classifier, a reward model): what the folder has nothing of outside
+        of the base model begins with random values, as in from_pretrained(), and a warning names it.
+    config: a transformers config in the place of the folder's, as for another number of labels.
     attn_implementation: as in from_pretrained(); "tierflow" is the program's own attention for the CPU device, which is faster there and has other bits.
     fused_layers: as in wrap(). Raises InputError if the folder lacks tensors; it names them.
     """
     path = Path(path)
-    model: Any = _build(path, model_class, attn_implementation)
-    wrap(model, plan, checkpoint=path, fused_layers=fused_layers)
+    model: Any = _build(path, model_class, attn_implementation, config)
+    _wrap(model, plan, path, fused_layers, make_heads(model, path) if model_class is not None else set())
     generation = path / "generation_config.json"
     if generation.exists() and getattr(model, "generation_config", None) is not None:
         model.generation_config = type(model.generation_config).from_pretrained(path)
@@ -89,6 +92,11 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
     fused_layers: the program's own layers compute the layers of dense decoders (docs/python.md has the list), plain embeddings and heads, and transformers' causal
         loss. They are faster and have other last bits. A call that they do not cover (padding, the model's own dropout) runs the module's code, and says so once.
     """
+    return _wrap(module, plan, checkpoint, fused_layers, set())
+
+
+def _wrap(module: nn.Module, plan: Plan | Budget, checkpoint: str | os.PathLike | None, fused_layers: bool, new: set[str]) -> Any:
+    """new: names of parameters that have their values, whatever the checkpoint lacks."""
     if isinstance(plan, Budget):
         plan = Plan(budget=plan)
     if not isinstance(plan, Plan):
@@ -101,7 +109,7 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
         gc.collect()  # models that nobody refers to any more give their files up
     source = StoredModel(module, Path(checkpoint)) if checkpoint is not None else None
     cut_ = cut(module, plan.blocks, plan.trainable, plan.base_precision, source)
-    stored, made = source.parameters(cut_) if source is not None else ({}, {})
+    stored, made = source.parameters(cut_, new) if source is not None else ({}, {})
     if source is not None:
         source.load_buffers()
     tensors: dict[str, Any] = dict(made)
@@ -113,7 +121,7 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
                 raise _native.InputError(f"{tensor.names[0]} has no values: name a folder that has them, wrap(..., checkpoint=folder)")
             tensors[tensor.names[0]] = tensor.parameter.data
     units, turns = cut_.describe()
-    options = plan.options() | ({"run": _run_of(module, plan, fused_layers, _weights_of(cut_, tensors, checkpoint))} if plan.budget.durable else {})
+    options = plan.options() | ({"run": _run_of(module, plan, fused_layers, _weights_of(cut_, tensors, checkpoint, new))} if plan.budget.durable else {})
     native = _native.Streamer(units, turns, tensors, str(checkpoint) if checkpoint is not None else "", stored, options, log.warning)
     engine = Engine(module, cut_, native, plan.device, int(parse_size(plan.budget.device) * plan.budget.activations), fused_layers)
     for unit in cut_.units:
@@ -131,13 +139,14 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
     return given
 
 
-def _weights_of(cut_: Cut, tensors: dict[str, Any], checkpoint: str | os.PathLike | None) -> str:
-    """Tells other weights of the same shapes apart: some values of what the folder has, and of what is frozen. Trained parameters that were made here may be random."""
+def _weights_of(cut_: Cut, tensors: dict[str, Any], checkpoint: str | os.PathLike | None, new: set[str]) -> str:
+    """Tells other weights of the same shapes apart: some values of what the folder has, and of what is frozen. Trained parameters that were made here may be random,
+    and new ones are."""
     found = hashlib.blake2b(digest_size=8)
     if checkpoint is not None:
         found.update(str(_native.weights_hash(str(checkpoint))).encode())
     for tensor in (tensor for unit in cut_.units if not unit.trainable for tensor in unit.tensors):
-        if (values := tensors.get(tensor.names[0])) is not None and isinstance(values, torch.Tensor):
+        if tensor.names[0] not in new and isinstance(values := tensors.get(tensor.names[0]), torch.Tensor):
             flat = values.detach().flatten()
             for first in (0, max(0, len(flat) - 1024) // 2, max(0, len(flat) - 1024)):
                 found.update(flat[first : first + 1024].float().cpu().numpy().tobytes())
@@ -199,7 +208,7 @@ def merge(model: str | os.PathLike, adapter: str | os.PathLike, out: str | os.Pa
         log.warning("the values of %s are not all finite: what was merged in %s is of no use", broken, os.fspath(out))
 
 
-def _build(path: Path, model_class: Any = None, attn_implementation: str | None = None) -> nn.Module:
+def _build(path: Path, model_class: Any = None, attn_implementation: str | None = None, config: Any = None) -> nn.Module:
     try:
         import transformers
     except ImportError as error:
@@ -207,7 +216,7 @@ def _build(path: Path, model_class: Any = None, attn_implementation: str | None 
     from .attention import register
 
     expect_model_folder(path)
-    config = transformers.AutoConfig.from_pretrained(path)
+    config = transformers.AutoConfig.from_pretrained(path) if config is None else copy.deepcopy(config)
     if model_class is None:
         names = getattr(config, "architectures", None) or []
         model_class = getattr(transformers, names[0], None) if names else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from . import _native
 from .keys import Make, loaded_from
 from .units import Cut
 
+log = logging.getLogger("tierflow")
 _FP8_ROWS = 128  # of a tile
 
 
@@ -59,8 +61,21 @@ class StoredModel:
             elif own:
                 raise _native.InputError(f"{self.folder}: {own[0]} has the shape {shape}, the model wants {list(value.shape)}")
 
-    def parameters(self, cut: Cut) -> tuple[dict[str, list[str]], dict[str, Make]]:
-        """Where the folder has each parameter: the tensors that follow one another in it, or what makes it of them."""
+    def heads_it_lacks(self) -> dict[str, nn.Module]:
+        """Modules outside of the base model of which the folder has nothing, by their path."""
+        base = getattr(self._module, self._prefix, None) if self._prefix else None
+        if not isinstance(base, nn.Module):
+            return {}
+        inside = {id(p) for p in base.parameters()}
+        lacking = {}
+        for path, module in self._module.named_modules():
+            own = {f"{path}.{name}": p for name, p in module._parameters.items() if p is not None}
+            if own and not any(id(p) in inside or name in self._whole or self._look_up([name])[0] for name, p in own.items()):
+                lacking[path] = module
+        return lacking
+
+    def parameters(self, cut: Cut, new: Container[str] = ()) -> tuple[dict[str, list[str]], dict[str, Make]]:
+        """Where the folder has each parameter: the tensors that follow one another in it, or what makes it of them. new: names that it need not have."""
         found: dict[str, list[str]] = {}
         made: dict[str, Make] = {}
         missing: list[str] = []
@@ -72,14 +87,32 @@ class StoredModel:
             elif own:
                 found[first] = own
             else:
-                missing.append(first)
+                if first not in new:
+                    missing.append(first)
                 continue
             elements = sum(math.prod(self._stored[name][0]) for name in own)
             if (shape or wanted) != wanted or (own and elements != math.prod(wanted)):
                 raise _native.InputError(f"{self.folder}: {(own or tensor.names)[0]} has the shape {shape or [elements]}, the model wants {wanted}")
         if missing:
             raise _native.InputError(
-                f"{self.folder} has no {', '.join(missing[:10])}{' ...' if len(missing) > 10 else ''}: another model's weights? What is new (a head for other labels) is made by "
-                "transformers: tierflow.wrap(model_class.from_pretrained(folder), plan)"
+                f"{self.folder} has no {', '.join(missing[:10])}{' ...' if len(missing) > 10 else ''}: another model's weights? Where it is a new head, of other labels, name the "
+                "class: tierflow.load(folder, plan, model_class=...)"
             )
         return found, made
+
+
+def make_heads(model: Any, folder: Path) -> set[str]:
+    """Makes what the folder has nothing of outside of the base model, as from_pretrained() does: a head of other labels. Returns the names of its parameters."""
+    lacking, made = StoredModel(model, folder).heads_it_lacks(), set()
+    for path, module in lacking.items():
+        for name, p in module._parameters.items():
+            if p is not None:
+                module._parameters[name] = nn.Parameter(torch.full_like(p, math.nan, device="cpu"), requires_grad=p.requires_grad)
+                made.add(f"{path}.{name}")
+        with torch.no_grad():
+            model._init_weights(module)
+        if not all(p is None or bool(torch.isfinite(p).all()) for p in module._parameters.values()):
+            raise _native.InputError(f"{folder} has no {path}, and transformers gives it no first values: tierflow.wrap(model_class.from_pretrained(folder), plan)")
+    if made:
+        log.warning("%s: not in %s; its first values are random, as those of from_pretrained()", ", ".join(sorted(made)), folder)
+    return made
