@@ -7,8 +7,9 @@
 
 #include "swap/arrange.h"
 #include "swap/executor.h"
-#include "tests/support/faulty_backend.h"
 #include "tests/support/temp_dir.h"
+#include "tests/swap/faulty_store.h"
+#include "tests/swap/no_work.h"
 #include "tests/swap/sparse_stages.h"
 
 namespace tierflow::swap {
@@ -37,12 +38,6 @@ TEST(Chaos, StreamsAndLanesAreLate) {
   ASSERT_FALSE(device->synchronize(device->record(StreamId::upload)));
   EXPECT_GT(seconds_since(began), 0.02);
 
-  struct NoWork final : UpdateWork {
-    io::Error measure(const Chunk&, std::span<const std::byte>) override { return {}; }
-    io::Error update(const Chunk&, std::span<const std::byte>, std::span<std::byte>, std::span<std::byte>) override {
-      return {};
-    }
-  };
   const Layout layout = sparse_stages();
   const Arrangement arrangement =
       arrange(layout, {.host_budget = 64 << 20, .device_budget = 64 << 20, .storage = false}).value();
@@ -64,13 +59,7 @@ TEST(Chaos, AHostBufferIsPoisonedUntilItsReadEnds) {
   const Layout layout = sparse_stages();
   const testing::TempDir folder;
   const auto plan = std::make_shared<testing::FaultPlan>();
-  const auto store = Store::create({.volume = {.folders = {folder.path()},
-                                               .engine = io::EngineKind::threads,
-                                               .allow_buffered = true,
-                                               .allow_any_filesystem = true,
-                                               .wrap_backend = testing::faults(plan)}},
-                                   layout)
-                         .value();
+  const auto store = Store::create(over_faults(folder.path(), plan), layout).value();
   const Arrangement arrangement = arrange(layout, {.host_budget = 600 << 10, .device_budget = 64 << 20}).value();
   const auto device = open_cpu_device();
   for (const std::uint64_t seed : {0, 1}) {

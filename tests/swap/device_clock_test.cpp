@@ -12,15 +12,12 @@
 #include "swap/executor.h"
 #include "swap/planner.h"
 #include "tests/support/forwarding_device.h"
+#include "tests/swap/no_work.h"
 
 namespace tierflow::swap {
 namespace {
 
-struct QuickWork final : UpdateWork {
-  io::Error measure(const Chunk&, std::span<const std::byte>) override { return {}; }
-  io::Error update(const Chunk&, std::span<const std::byte>, std::span<std::byte>, std::span<std::byte>) override {
-    return {};
-  }
+struct QuickWork final : NoWork {
   io::Error update_on_device(const Chunk&, Device& device, const DeviceUpdate&) override {
     return device.synchronize(device.record(StreamId::update));
   }

@@ -12,6 +12,7 @@
 #include "swap/executor.h"
 #include "swap/planner.h"
 #include "tests/support/forwarding_device.h"
+#include "tests/swap/no_work.h"
 
 namespace tierflow::swap {
 namespace {
@@ -77,11 +78,7 @@ TEST(ExecutorWaits, ACopyFollowsTheNewestOfItsComputations) {
 // What was found in a slot, of a gradient that is zeros in part too, is taken before another gradient is rounded and
 // measured there.
 TEST(ExecutorWaits, ASlotIsFreeWhenWhatWasMeasuredInItIsTaken) {
-  struct Work final : UpdateWork {
-    io::Error measure(const Chunk&, std::span<const std::byte>) override { return {}; }
-    io::Error update(const Chunk&, std::span<const std::byte>, std::span<std::byte>, std::span<std::byte>) override {
-      return {};
-    }
+  struct Work final : NoWork {
     void enqueue_measuring(const Chunk&, Device&, StreamId, const std::uint16_t*, std::byte*) override { ++measuring; }
     io::Error take_measured(const Chunk&, std::span<const std::byte>) override {
       if (++taken == 1) may_take.get_future().wait();
@@ -118,11 +115,7 @@ TEST(ExecutorWaits, ASlotIsFreeWhenWhatWasMeasuredInItIsTaken) {
 
 // Whoever looks at the counters finds no update of the device half noted: the thread sanitizer says so.
 TEST(ExecutorWaits, CountersAreLookedAtWhileTheDeviceUpdates) {
-  struct Work final : UpdateWork {
-    io::Error measure(const Chunk&, std::span<const std::byte>) override { return {}; }
-    io::Error update(const Chunk&, std::span<const std::byte>, std::span<std::byte>, std::span<std::byte>) override {
-      return {};
-    }
+  struct Work final : NoWork {
     io::Error update_on_device(const Chunk&, Device&, const DeviceUpdate&) override {
       std::this_thread::sleep_for(std::chrono::microseconds(200));
       ++updated;

@@ -13,9 +13,9 @@
 #include "swap/arrange.h"
 #include "swap/executor.h"
 #include "swap/planner.h"
-#include "tests/support/faulty_backend.h"
 #include "tests/support/forwarding_device.h"
 #include "tests/support/temp_dir.h"
+#include "tests/swap/faulty_store.h"
 
 namespace tierflow::swap {
 namespace {
@@ -73,14 +73,9 @@ class Lanes : public ::testing::Test {
  protected:
   void prepare(std::uint64_t host_budget, std::function<void(const io::Notice&)> on_notice = {}) {
     arrangement_ = arrange(layout_, {.host_budget = host_budget, .device_budget = 8 << 20, .micro_batches = 1}).value();
-    auto store = Store::create({.volume = {.folders = {folder_.path()},
-                                           .engine = io::EngineKind::threads,
-                                           .allow_buffered = true,
-                                           .allow_any_filesystem = true,
-                                           .on_notice = std::move(on_notice),
-                                           .wrap_backend = testing::faults(plan_)},
-                                .generations = 2},
-                               layout_);
+    StoreOptions options = over_faults(folder_.path(), plan_, 2);
+    options.volume.on_notice = std::move(on_notice);
+    auto store = Store::create(std::move(options), layout_);
     ASSERT_TRUE(store.ok()) << store.error().message();
     store_ = std::move(store).value();
     executor_ = std::move(Executor::create(device_, store_.get(), layout_, arrangement_)).value();

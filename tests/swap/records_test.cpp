@@ -10,9 +10,10 @@
 #include "swap/arrange.h"
 #include "swap/executor.h"
 #include "swap/planner.h"
-#include "tests/support/faulty_backend.h"
 #include "tests/support/forwarding_device.h"
 #include "tests/support/temp_dir.h"
+#include "tests/swap/faulty_store.h"
+#include "tests/swap/no_work.h"
 #include "tests/swap/sparse_stages.h"
 
 namespace tierflow::swap {
@@ -21,14 +22,10 @@ namespace {
 using std::chrono::milliseconds;
 using testing::Fault;
 
-struct NoWork final : UpdateWork {
+struct MaybeZeros final : NoWork {
   bool zeros = false;
   std::vector<ElementRange> zero_gradient(const Chunk& chunk) const override {
     return zeros ? std::vector<ElementRange>{{0, chunk.elements}} : std::vector<ElementRange>{};
-  }
-  io::Error measure(const Chunk&, std::span<const std::byte>) override { return {}; }
-  io::Error update(const Chunk&, std::span<const std::byte>, std::span<std::byte>, std::span<std::byte>) override {
-    return {};
   }
 };
 
@@ -45,14 +42,7 @@ class Records : public ::testing::Test {
   void prepare(std::uint64_t host_budget) {
     arrangement_ =
         arrange(layout_, {.host_budget = host_budget, .device_budget = 64 << 20, .micro_batches = 2}).value();
-    store_ = Store::create({.volume = {.folders = {folder_.path()},
-                                       .engine = io::EngineKind::threads,
-                                       .allow_buffered = true,
-                                       .allow_any_filesystem = true,
-                                       .wrap_backend = testing::faults(plan_)},
-                            .generations = 2},
-                           layout_)
-                 .value();
+    store_ = Store::create(over_faults(folder_.path(), plan_, 2), layout_).value();
     executor_ = Executor::create(device_, store_.get(), layout_, arrangement_, {.record = true}).value();
     planner_ = std::make_unique<Planner>(layout_, arrangement_);
     for (const Chunk& chunk : layout_.chunks())
@@ -76,7 +66,7 @@ class Records : public ::testing::Test {
   std::unique_ptr<Store> store_;
   std::unique_ptr<Executor> executor_;
   std::unique_ptr<Planner> planner_;
-  std::shared_ptr<NoWork> work_ = std::make_shared<NoWork>();
+  std::shared_ptr<MaybeZeros> work_ = std::make_shared<MaybeZeros>();
 };
 
 TEST_F(Records, AreOfTheTasksOfThePlan) {

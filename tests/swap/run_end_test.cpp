@@ -15,9 +15,10 @@
 #include "swap/executor.h"
 #include "swap/planner.h"
 #include "swap/visit_planner.h"
-#include "tests/support/faulty_backend.h"
 #include "tests/support/forwarding_device.h"
 #include "tests/support/temp_dir.h"
+#include "tests/swap/faulty_store.h"
+#include "tests/swap/no_work.h"
 #include "tests/swap/sparse_stages.h"
 
 namespace tierflow::swap {
@@ -190,12 +191,7 @@ TEST_F(RunEnd, WhatTheClientsWorkAnswersIsTheRunsError) {
 
 // A client that is not able to do what a plan asks of it.
 TEST_F(RunEnd, WhatTheClientCannotDoIsRefused) {
-  struct Plain final : UpdateWork {
-    io::Error measure(const Chunk&, std::span<const std::byte>) override { return {}; }
-    io::Error update(const Chunk&, std::span<const std::byte>, std::span<std::byte>, std::span<std::byte>) override {
-      return {};
-    }
-  } work;
+  NoWork work;
   const Chunk& chunk = layout_.chunks()[0];
   EXPECT_EQ(work.catch_up(chunk, {}, {}).detail, "this run's chunks miss no updates");
   for (const io::Error& error : {work.update_on_device(chunk, device_, {}), work.keep_gradient(chunk, device_, {})})
@@ -277,13 +273,7 @@ TEST_F(RunEnd, AnExecutorThatGoesStartsNothingNew) {
 TEST_F(RunEnd, AnExecutorThatGoesWaitsForItsDrive) {
   const testing::TempDir folder;
   const auto plan = std::make_shared<testing::FaultPlan>();
-  const auto store = Store::create({.volume = {.folders = {folder.path()},
-                                               .engine = io::EngineKind::threads,
-                                               .allow_buffered = true,
-                                               .allow_any_filesystem = true,
-                                               .wrap_backend = testing::faults(plan)}},
-                                   layout_)
-                         .value();
+  const auto store = Store::create(over_faults(folder.path(), plan), layout_).value();
   prepare({.host_budget = 600 << 10}, store.get());
   for (const Chunk& chunk : layout_.chunks())
     ASSERT_FALSE(executor_->access(ExtentKind::hi, chunk.id, true, [](std::span<std::byte>) {}));

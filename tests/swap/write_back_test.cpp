@@ -9,9 +9,9 @@
 #include "swap/arrange.h"
 #include "swap/executor.h"
 #include "swap/planner.h"
-#include "tests/support/faulty_backend.h"
 #include "tests/support/forwarding_device.h"
 #include "tests/support/temp_dir.h"
+#include "tests/swap/faulty_store.h"
 #include "tests/swap/sparse_stages.h"
 
 namespace tierflow::swap {
@@ -68,14 +68,7 @@ class WriteBack : public ::testing::Test {
     executor_.reset();
     if (store_ != nullptr) store_->remove_files();
     arrangement_ = arrange(layout_, request).value();
-    store_ = Store::create({.volume = {.folders = {folder_.path()},
-                                       .engine = io::EngineKind::threads,
-                                       .allow_buffered = true,
-                                       .allow_any_filesystem = true,
-                                       .wrap_backend = testing::faults(plan_)},
-                            .generations = 2},
-                           layout_)
-                 .value();
+    store_ = Store::create(over_faults(folder_.path(), plan_, 2), layout_).value();
     executor_ = Executor::create(device_, store_.get(), layout_, arrangement_).value();
     planner_ = std::make_unique<Planner>(layout_, arrangement_);
     for (const Chunk& chunk : layout_.chunks())
