@@ -28,7 +28,7 @@ from .optim import skipped_steps
 from .parameter import StreamedParameter, note_replaced
 from .pretrained import fit
 from .saving import engine_of, plain_parts, uncompiled, write
-from .stored import StoredModel, make_heads
+from .stored import StoredModel
 from .units import Cut, check_real, cut, init_empty, move_buffers
 
 log = logging.getLogger("tierflow")
@@ -76,7 +76,11 @@ def load(
     """
     path = Path(path)
     model: Any = _build(path, model_class, attn_implementation, config)
-    _wrap(model, plan, path, fused_layers, make_heads(model, path) if model_class is not None else set())
+    source = None
+    if model_class is not None:
+        source = StoredModel(model, path)
+        source.make_heads()
+    _wrap(model, plan, path, fused_layers, source)
     generation = path / "generation_config.json"
     if generation.exists() and getattr(model, "generation_config", None) is not None:
         model.generation_config = type(model.generation_config).from_pretrained(path)
@@ -92,11 +96,11 @@ def wrap(module: nn.Module, plan: Plan | Budget, *, checkpoint: str | os.PathLik
     fused_layers: the program's own layers compute the layers of dense decoders (docs/python.md has the list), plain embeddings and heads, and transformers' causal
         loss. They are faster and have other last bits. A call that they do not cover (padding, the model's own dropout) runs the module's code, and says so once.
     """
-    return _wrap(module, plan, checkpoint, fused_layers, set())
+    return _wrap(module, plan, checkpoint, fused_layers)
 
 
-def _wrap(module: nn.Module, plan: Plan | Budget, checkpoint: str | os.PathLike | None, fused_layers: bool, new: set[str]) -> Any:
-    """new: names of parameters that have their values, whatever the checkpoint lacks."""
+def _wrap(module: nn.Module, plan: Plan | Budget, checkpoint: str | os.PathLike | None, fused_layers: bool, source: StoredModel | None = None) -> Any:
+    """source: of the checkpoint, where it was looked at already."""
     if isinstance(plan, Budget):
         plan = Plan(budget=plan)
     if not isinstance(plan, Plan):
@@ -107,9 +111,10 @@ def _wrap(module: nn.Module, plan: Plan | Budget, checkpoint: str | os.PathLike 
     check_real(module)
     if plan.budget.storage:
         gc.collect()  # models that nobody refers to any more give their files up
-    source = StoredModel(module, Path(checkpoint)) if checkpoint is not None else None
+    if source is None and checkpoint is not None:
+        source = StoredModel(module, Path(checkpoint))
     cut_ = cut(module, plan.blocks, plan.trainable, plan.base_precision, source)
-    stored, made = source.parameters(cut_, new) if source is not None else ({}, {})
+    stored, made = source.parameters(cut_) if source is not None else ({}, {})
     if source is not None:
         source.load_buffers()
     tensors: dict[str, Any] = dict(made)
@@ -121,7 +126,7 @@ def _wrap(module: nn.Module, plan: Plan | Budget, checkpoint: str | os.PathLike 
                 raise _native.InputError(f"{tensor.names[0]} has no values: name a folder that has them, wrap(..., checkpoint=folder)")
             tensors[tensor.names[0]] = tensor.parameter.data
     units, turns = cut_.describe()
-    options = plan.options() | ({"run": _run_of(module, plan, fused_layers, _weights_of(cut_, tensors, checkpoint, new))} if plan.budget.durable else {})
+    options = plan.options() | ({"run": _run_of(module, plan, fused_layers, _weights_of(cut_, tensors, source))} if plan.budget.durable else {})
     native = _native.Streamer(units, turns, tensors, str(checkpoint) if checkpoint is not None else "", stored, options, log.warning)
     engine = Engine(module, cut_, native, plan.device, int(parse_size(plan.budget.device) * plan.budget.activations), fused_layers)
     for unit in cut_.units:
@@ -139,12 +144,13 @@ def _wrap(module: nn.Module, plan: Plan | Budget, checkpoint: str | os.PathLike 
     return given
 
 
-def _weights_of(cut_: Cut, tensors: dict[str, Any], checkpoint: str | os.PathLike | None, new: set[str]) -> str:
+def _weights_of(cut_: Cut, tensors: dict[str, Any], source: StoredModel | None) -> str:
     """Tells other weights of the same shapes apart: some values of what the folder has, and of what is frozen. Trained parameters that were made here may be random,
     and new ones are."""
     found = hashlib.blake2b(digest_size=8)
-    if checkpoint is not None:
-        found.update(str(_native.weights_hash(str(checkpoint))).encode())
+    if source is not None:
+        found.update(str(_native.weights_hash(str(source.folder))).encode())
+    new = source.heads if source is not None else ()
     for tensor in (tensor for unit in cut_.units if not unit.trainable for tensor in unit.tensors):
         if tensor.names[0] not in new and isinstance(values := tensors.get(tensor.names[0]), torch.Tensor):
             flat = values.detach().flatten()

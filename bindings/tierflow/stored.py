@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class StoredModel:
         self._stored = _native.stored_tensors(str(folder))
         self._prefix = getattr(module, "base_model_prefix", "")
         self._parts, self._whole = loaded_from(module, self._stored)
+        self.heads: set[str] = set()  # names of parameters that make_heads() made
 
     def _look_up(self, names: Sequence[str]) -> tuple[list[str], list[int]]:
         """Stored names, and the shape that they have together."""
@@ -61,21 +62,40 @@ class StoredModel:
             elif own:
                 raise _native.InputError(f"{self.folder}: {own[0]} has the shape {shape}, the model wants {list(value.shape)}")
 
-    def heads_it_lacks(self) -> dict[str, nn.Module]:
-        """Modules outside of the base model of which the folder has nothing, by their path."""
+    def _lacking_heads(self) -> dict[str, nn.Module]:
+        """Modules outside of the base model of which the folder has nothing, by what their parameters' names begin with."""
         base = getattr(self._module, self._prefix, None) if self._prefix else None
         if not isinstance(base, nn.Module):
             return {}
         inside = {id(p) for p in base.parameters()}
         lacking = {}
         for path, module in self._module.named_modules():
-            own = {f"{path}.{name}": p for name, p in module._parameters.items() if p is not None}
+            begin = f"{path}." if path else ""
+            own = {begin + name: p for name, p in module._parameters.items() if p is not None}
             if own and not any(id(p) in inside or name in self._whole or self._look_up([name])[0] for name, p in own.items()):
-                lacking[path] = module
+                lacking[begin] = module
         return lacking
 
-    def parameters(self, cut: Cut, new: Container[str] = ()) -> tuple[dict[str, list[str]], dict[str, Make]]:
-        """Where the folder has each parameter: the tensors that follow one another in it, or what makes it of them. new: names that it need not have."""
+    def make_heads(self) -> None:
+        """Makes what the folder has nothing of outside of the base model, as from_pretrained() does: a head of other labels."""
+        module: Any = self._module
+        for begin, part in self._lacking_heads().items():
+            made = {name: p for name, p in part._parameters.items() if p is not None}
+            for name, p in made.items():
+                part._parameters[name] = nn.Parameter(torch.full_like(p, math.nan, device="cpu"), requires_grad=p.requires_grad)
+            with torch.no_grad():
+                module._init_weights(part)
+            for name in made:
+                if not bool(torch.isfinite(part.get_parameter(name)).all()):
+                    raise _native.InputError(
+                        f"{self.folder} has no {begin}{name}, and transformers gives it no first values: tierflow.wrap(model_class.from_pretrained(folder), plan)"
+                    )
+            self.heads.update(begin + name for name in made)
+        if self.heads:
+            log.warning("%s: not in %s; its first values are random, as those of from_pretrained()", ", ".join(sorted(self.heads)), self.folder)
+
+    def parameters(self, cut: Cut) -> tuple[dict[str, list[str]], dict[str, Make]]:
+        """Where the folder has each parameter but those of new heads: the tensors that follow one another in it, or what makes it of them."""
         found: dict[str, list[str]] = {}
         made: dict[str, Make] = {}
         missing: list[str] = []
@@ -87,7 +107,7 @@ class StoredModel:
             elif own:
                 found[first] = own
             else:
-                if first not in new:
+                if first not in self.heads:
                     missing.append(first)
                 continue
             elements = sum(math.prod(self._stored[name][0]) for name in own)
@@ -100,19 +120,3 @@ class StoredModel:
             )
         return found, made
 
-
-def make_heads(model: Any, folder: Path) -> set[str]:
-    """Makes what the folder has nothing of outside of the base model, as from_pretrained() does: a head of other labels. Returns the names of its parameters."""
-    lacking, made = StoredModel(model, folder).heads_it_lacks(), set()
-    for path, module in lacking.items():
-        for name, p in module._parameters.items():
-            if p is not None:
-                module._parameters[name] = nn.Parameter(torch.full_like(p, math.nan, device="cpu"), requires_grad=p.requires_grad)
-                made.add(f"{path}.{name}")
-        with torch.no_grad():
-            model._init_weights(module)
-        if not all(p is None or bool(torch.isfinite(p).all()) for p in module._parameters.values()):
-            raise _native.InputError(f"{folder} has no {path}, and transformers gives it no first values: tierflow.wrap(model_class.from_pretrained(folder), plan)")
-    if made:
-        log.warning("%s: not in %s; its first values are random, as those of from_pretrained()", ", ".join(sorted(made)), folder)
-    return made

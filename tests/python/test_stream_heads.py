@@ -92,6 +92,21 @@ def test_a_run_goes_on_with_the_head_that_it_began_with(folder, tmp_path, traina
     assert torch.equal(heads[1], heads[2]) and torch.equal(heads[0], heads[1]) == (not trainable)
 
 
+class Scaled(transformers.LlamaForCausalLM):
+    """With a parameter in no module but the model."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.full((4,), 3.0))
+
+
+def test_a_parameter_of_the_model_alone_is_as_the_folder_has_it(tmp_path, caplog):
+    Scaled(transformers.LlamaConfig(**GROUPED)).to(torch.bfloat16).save_pretrained(tmp_path / "scaled")
+    model = tierflow.load(tmp_path / "scaled", roomy(), model_class=Scaled)
+    assert (model.scale + 0).tolist() == [3.0] * 4 and "first values are random" not in caplog.text
+    tierflow.close(model)
+
+
 def test_what_belongs_to_the_model_itself_may_not_lack(folder):
     file = folder / "model.safetensors"
     stored = safetensors.torch.load_file(file)
